@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: a drop-in for fla's `chunk_kda`."""
