@@ -1,0 +1,11 @@
+"""The ladder's harness: contracts, checks, timing, records and the commands over them. Importable without a GPU.
+
+Triton decides at import whether its kernels are compiled or interpreted, so the choice is made here, before anything imports it.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
