@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from loop.registry import root
+
 SCHEMA = 1
 MODES = ("fwd", "bwd", "fwdbwd")
 Mode = Literal["fwd", "bwd", "fwdbwd"]
@@ -33,8 +35,10 @@ Status = Literal[
     "IMPLAUSIBLE",      # faster than the floor allows: the timing or the floor is wrong
     "SOURCE_CHANGED",   # kernel.py was edited while it was being measured
     "KERNEL_DIED",      # a notebook's Python process died
+    "EXITED",           # sys.exit in a cell: the cells after it were skipped
     "TIMEOUT",          # a cell took too long
     "RUNNER_TIMEOUT",   # the whole run took too long
+    "RUNNER_DIED",      # the process that runs the notebook ended without a result
     "ERROR",            # a cell raised
     "NO_VERDICT",       # every cell ran and no verdict row was written
     "UNKNOWN_PARAMETER",
@@ -154,6 +158,11 @@ class Row(Part):
         return self
 
     @property
+    def verdict(self) -> str:
+        """The verdict of a timed row, or an empty string."""
+        return self.perf.verdict if self.perf else ""
+
+    @property
     def git_dirty(self) -> bool:
         """True unless the environment says that the tree was clean."""
         return self.env.get("git_dirty") is not False
@@ -175,8 +184,18 @@ def utc_now() -> str:
 
 
 def new_run_id() -> str:
-    """Sorts by time, unique across machines: 20261130T180530Z-3fa9c1."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    """The run this process belongs to (LOOP_RUN_ID, set by the notebook runner), else a new one: 20261130T180530-3fa9c1."""
+    return os.environ.get("LOOP_RUN_ID") or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+def default_folder(family: str, device: str) -> Path:
+    """Where rows go: `bench_logs/<family>`, kept in git; `out/bench_logs/<family>`, ignored by git, for a CPU's."""
+    return root() / ("out/bench_logs" if device == "cpu" else "bench_logs") / family
+
+
+def default_folders() -> tuple[Path, Path]:
+    """Everything `read()` looks at when told nothing."""
+    return root() / "bench_logs", root() / "out" / "bench_logs"
 
 
 class Writer:
@@ -231,13 +250,13 @@ def parse(text: str) -> Row:
 
 
 def read(*paths: Path | str) -> list[Row]:
-    """All readable rows of the files, or of the .jsonl files under the folders, oldest first.
+    """All readable rows of the files, or of the .jsonl files under the folders (default: `default_folders()`), oldest first.
 
     What cannot be read is skipped with a SkippedRows warning that names the file and the line. A path that does not
     exist holds no rows.
     """
     rows = []
-    for path in _files(paths):
+    for path in _files(paths or default_folders()):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as err:

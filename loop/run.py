@@ -8,77 +8,58 @@ import contextlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 
 import nbformat
 
-from loop import processes
+from loop import env, processes, registry, rows
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "out"            # ignored by git: executed notebooks, pages, and rows of machines without a GPU
 CELL_TIMEOUT = 900.0          # seconds per cell; fla's first call alone may tune for 220 s
 START_TIMEOUT = 120.0         # seconds for the kernel to answer
 
 
-class Status(StrEnum):
-    """How a run ended. A closed list: the page and the exit code of every command are functions of it."""
-
-    PASSED = "PASSED"
-    CHECK_FAILED = "CHECK_FAILED"            # a row of this run says the kernel is wrong
-    IMPORT_FAILED = "IMPORT_FAILED"          # kernel.py does not import
-    ERROR = "ERROR"                          # a cell raised
-    KERNEL_DIED = "KERNEL_DIED"              # a crash, os._exit, or the memory killer
-    TIMEOUT = "TIMEOUT"                      # a cell ran past the limit
-    EXITED = "EXITED"                        # sys.exit in a cell: what follows it was skipped
-    NOT_ALL_RAN = "NOT_ALL_RAN"              # a code cell has no execution count
-    NO_VERDICT = "NO_VERDICT"                # every cell ran, no row was written
-    UNKNOWN_PARAMETER = "UNKNOWN_PARAMETER"  # a name that the parameters cell does not have; nothing ran
-    RUNNER_TIMEOUT = "RUNNER_TIMEOUT"        # the process that runs the notebook had to be ended
-    RUNNER_DIED = "RUNNER_DIED"              # that process ended without a result
-
-
 @dataclass
 class RunResult:
-    """One run of one notebook. `rows` are those it recorded; `seconds` is wall time; `message` is one line."""
+    """One run of one notebook.
+
+    `status` is PASSED, one of the runner's own failures (KERNEL_DIED, TIMEOUT, EXITED, NO_VERDICT, UNKNOWN_PARAMETER,
+    IMPORT_ERROR, ERROR), or the status of a row that says the kernel failed. `rows` are those the notebook recorded,
+    `seconds` is wall time, `message` is one line.
+    """
 
     idea: str
     run_id: str
-    status: Status
+    status: str
     message: str
     seconds: float
     notebook: Path | None = None
     html: Path | None = None
-    rows: list = field(default_factory=list)
+    rows: list[rows.Row] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return self.status is Status.PASSED
+        return self.status == "PASSED"
 
     @property
     def verdict(self) -> str:
         """The verdicts of this run's timed rows, without repetition, e.g. `FASTER`; empty when it timed nothing."""
-        return ", ".join(dict.fromkeys(str(row.verdict) for row in self.rows if row.verdict))
+        return ", ".join(dict.fromkeys(row.verdict for row in self.rows if row.verdict))
 
 
-def new_run_id(idea: str) -> str:
-    """`20261130T181500-002-1a2b3c`: sorts by time, names the idea, does not repeat."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{idea}-{uuid.uuid4().hex[:6]}"
+def out_folder() -> Path:
+    """`out/`, ignored by git: executed notebooks, pages, and the rows of machines without a GPU."""
+    return registry.root() / "out"
 
 
 def run(idea: str, *, parameters: Mapping[str, object] | None = None, out: Path | None = None,
         timeout: float = CELL_TIMEOUT, on_cell: Callable[[int, int, str], None] | None = None) -> RunResult:
     """Execute `ideas/NNN-slug/bench.ipynb`. ValueError for an unknown idea or an output folder that cannot be written."""
-    from loop import registry
-
     folder = registry.folder(idea)
     notebook = folder / "bench.ipynb"
     if not notebook.exists():
-        raise ValueError(f"idea {idea}: {notebook.relative_to(ROOT)} is missing; ./ladder new writes one")
+        raise ValueError(f"ideas/{folder.name} has no bench.ipynb; `python -m loop.notebooks` writes it from the template")
     return run_notebook(notebook, idea=folder.name.partition("-")[0], parameters=parameters, out=out, timeout=timeout,
                         on_cell=on_cell)
 
@@ -94,27 +75,29 @@ def run_notebook(notebook: Path, *, idea: str, parameters: Mapping[str, object] 
         timeout: seconds per cell.
         on_cell: called as (index of the code cell from 1, number of code cells, its tag) before each code cell.
     """
-    run_id = os.environ.get("LOOP_RUN_ID") or new_run_id(idea)
+    run_id, began = rows.new_run_id(), time.monotonic()
     nb = nbformat.read(notebook, as_version=4)
     parameters = dict(parameters or {})
-    known = parameter_names(nb)
-    unknown = sorted(set(parameters) - set(known))
-    if unknown:
-        text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'no parameters'}"
-        return RunResult(idea, run_id, Status.UNKNOWN_PARAMETER, text, 0.0)
-    folder = make_folder((out or OUT) / "runs" / run_id)
+    if unknown := sorted(set(parameters) - set(known := parameter_names(nb))):
+        text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'none'}"
+        return _recorded(RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0), parameters)
+    folder = make_folder((out or out_folder()) / "runs" / f"{run_id}-{idea}")
     executed = folder / "notebook.ipynb"
-    began = time.monotonic()
-    with _environment(run_id, folder):
+    with _environment(run_id):
         try:
             failure = _execute(nb, executed, parameters, timeout, on_cell)
         finally:
             processes.reap(run_id)
-        rows = _rows_of(run_id)
-    result = RunResult(idea, run_id, Status.PASSED, "", time.monotonic() - began, executed, rows=rows)
-    result.status, result.message = failure or classify(nbformat.read(executed, as_version=4), rows)
-    result.html = _write_html(executed, idea, result)
-    return result
+    result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, rows=rows_of(run_id))
+    result.status, result.message = failure or classify(nbformat.read(executed, as_version=4), result.rows)
+    result.html = _write_html(executed, result)
+    return _recorded(result, parameters)
+
+
+def rows_of(run_id: str) -> list[rows.Row]:
+    """The rows recorded under a run id."""
+    base = registry.root()
+    return rows.read(*(path for logs in ("bench_logs", "out/bench_logs") for path in (base / logs).rglob(f"{run_id}-*.jsonl")))
 
 
 def parameter_names(nb) -> list[str]:
@@ -136,37 +119,32 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def classify(nb, rows) -> tuple[Status, str]:
+def classify(nb, recorded) -> tuple[str, str]:
     """Status and one-line message of an executed notebook whose kernel lived and whose cells did not time out."""
     cells = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+    wrong = next((r for r in recorded if r.status != "PASSED"), None)
     for number, cell in enumerate(cells, 1):
         for output in cell.get("outputs", []):
             if output.output_type == "error":
                 where = f"code cell {number} ({_tag(cell)}): {output.ename}: {_one_line(output.evalue)}"
                 if output.ename == "SystemExit":
-                    return Status.EXITED, f"{where} ended the notebook; {len(cells) - number} cells were skipped"
-                if _tag(cell) == "loop:load":
-                    return Status.IMPORT_FAILED, where
-                wrong = _wrong(rows)
-                return (Status.CHECK_FAILED, wrong) if wrong else (Status.ERROR, where)
+                    return "EXITED", f"{where} ended the notebook; {len(cells) - number} cells were skipped"
+                if wrong:
+                    return wrong.status, _one_line(wrong.reason)
+                return "IMPORT_ERROR" if output.ename == "IdeaError" else "ERROR", where
     if idle := [n for n, cell in enumerate(cells, 1) if cell.execution_count is None]:
-        return Status.NOT_ALL_RAN, f"code cell {idle[0]} of {len(cells)} did not run"
-    if not rows:
-        return Status.NO_VERDICT, "every cell ran, but no row was recorded in this run"
-    if wrong := _wrong(rows):
-        return Status.CHECK_FAILED, wrong
-    return Status.PASSED, f"{len(rows)} row{'s' if len(rows) > 1 else ''} recorded"
+        return "EXITED", f"code cell {idle[0]} of {len(cells)} did not run"
+    if not recorded:
+        return "NO_VERDICT", "every cell ran, but no row was recorded in this run"
+    if wrong:
+        return wrong.status, _one_line(wrong.reason)
+    return "PASSED", f"{len(recorded)} row{'s' if len(recorded) > 1 else ''} recorded"
 
 
-def _wrong(rows) -> str:
-    bad = [row for row in rows if str(row.status) != "PASSED"]
-    return f"{bad[0].status}: arm {bad[0].arm}, case {bad[0].case}" if bad else ""
-
-
-def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[Status, str] | None:
+def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str] | None:
     """Run papermill. None when the notebook came to an end, by itself or by an error that its outputs show."""
     import papermill
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import CellTimeoutError
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
     progress = _Progress(nb, on_cell)
@@ -174,16 +152,14 @@ def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[Status, 
     try:
         papermill.execute_notebook(
             nb, str(executed).replace("{", "{{").replace("}", "}}"), parameters, engine_name="loop", kernel_name="python3",
-            language="python", progress_bar=False, cwd=str(ROOT), execution_timeout=int(timeout) or 1,
+            language="python", progress_bar=False, cwd=str(registry.root()), execution_timeout=int(timeout) or 1,
             start_timeout=int(START_TIMEOUT), autosave_cell_every=0)
     except papermill.PapermillExecutionError:
         return None
     except CellTimeoutError:
-        return Status.TIMEOUT, f"{progress.where()} ran past {timeout:g} s"
-    except (DeadKernelError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not isinstance(e, DeadKernelError) and "Kernel" not in str(e):
-            raise
-        return Status.KERNEL_DIED, f"{progress.where()}: {_one_line(str(e))}"
+        return "TIMEOUT", f"{progress.where()} ran past {timeout:g} s"
+    except RuntimeError as e:  # DeadKernelError, or a kernel that died before it answered
+        return "KERNEL_DIED", f"{progress.where()}: {_one_line(str(e))}"
     return None
 
 
@@ -224,14 +200,11 @@ def _engine(progress: _Progress):
 
 
 @contextlib.contextmanager
-def _environment(run_id: str, folder: Path) -> Iterator[None]:
-    """What the kernel inherits: the run id, where this checkout's modules are, where rows go, no window for plots."""
-    from loop import rows
-
-    changes = {"LOOP_RUN_ID": run_id, "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-               "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "package" / "src"),
-                                              *filter(None, [os.environ.get("PYTHONPATH")])])}
-    del rows, folder
+def _environment(run_id: str) -> Iterator[None]:
+    """What the kernel inherits: the run id, and where this checkout's modules are."""
+    checkout = Path(__file__).resolve().parents[1]
+    path = [str(checkout), str(checkout / "package" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    changes = {"LOOP_RUN_ID": run_id, "PYTHONPATH": os.pathsep.join(path), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -244,17 +217,27 @@ def _environment(run_id: str, folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _rows_of(run_id: str) -> list:
-    from loop import rows
+def _recorded(result: RunResult, parameters) -> RunResult:
+    """Write a row for a failure that left none, so that a broken idea is on the page and not merely absent."""
+    if result.ok or any(row.status != "PASSED" for row in result.rows):
+        return result
+    idea, device = registry.find(result.idea), env.device_name()
+    family = idea.family or "kda"
+    flags = "".join(f" -p {name}={value}" for name, value in parameters.items())
+    row = rows.Row(
+        run_id=result.run_id, utc=rows.utc_now(), kind="run", family=family, arm=result.idea, status=result.status,
+        reason=result.message, device=device, env=env.collect(), cmd=f"./ladder run {result.idea}{flags}",
+        code_sha=registry.source_sha(result.idea) if idea.kernel.exists() else "")
+    writer = rows.Writer(rows.default_folder(family, device), f"run-{result.idea}", result.run_id)
+    result.rows.append(writer.write(row))
+    return result
 
-    return [row for row in rows.read() if row.run_id == run_id]
 
-
-def _write_html(executed: Path, idea: str, result: RunResult) -> Path:
+def _write_html(executed: Path, result: RunResult) -> Path:
     from loop import page
 
     path = executed.with_suffix(".html")
-    path.write_text(page.notebook_html(nbformat.read(executed, as_version=4), idea, result), encoding="utf-8")
+    path.write_text(page.notebook_html(nbformat.read(executed, as_version=4), result), encoding="utf-8")
     return path
 
 
