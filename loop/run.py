@@ -4,17 +4,19 @@ papermill's exit code and cell metadata do not tell a dead kernel, a timeout, `s
 a success (see TRAPS.md). A run counts as passed only if its kernel lived, every code cell ran without an error, and a
 row carrying this run's id was written with status PASSED. Everything else has a status of its own.
 """
+import ast
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
 
 from loop import env, processes, registry, rows
+from loop.rows import Row
 
 CELL_TIMEOUT = 900.0          # seconds per cell; fla's first call alone may tune for 220 s
 START_TIMEOUT = 120.0         # seconds for the kernel to answer
@@ -36,7 +38,7 @@ class RunResult:
     seconds: float
     notebook: Path | None = None
     html: Path | None = None
-    rows: list[rows.Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -94,7 +96,7 @@ def run_notebook(notebook: Path, *, idea: str, parameters: Mapping[str, object] 
     return _recorded(result, parameters)
 
 
-def rows_of(run_id: str) -> list[rows.Row]:
+def rows_of(run_id: str) -> list[Row]:
     """The rows recorded under a run id."""
     base = registry.root()
     return rows.read(*(path for logs in ("bench_logs", "out/bench_logs") for path in (base / logs).rglob(f"{run_id}-*.jsonl")))
@@ -105,6 +107,27 @@ def parameter_names(nb) -> list[str]:
     from papermill.inspection import _infer_parameters
 
     return [p.name for p in _infer_parameters(nb, name="python3", language="python")]
+
+
+def typed(nb, assignments: Sequence[str]) -> dict[str, object]:
+    """`NAME=VALUE` texts as parameters with the types of the notebook's defaults. ValueError in one line.
+
+    Left to itself, papermill would read `12e4567` as infinity and `0012` as 12; here a string parameter stays a string.
+    """
+    from papermill.inspection import _infer_parameters
+
+    defaults = {p.name: ast.literal_eval(p.default) for p in _infer_parameters(nb, name="python3", language="python")}
+    values = {}
+    for text in assignments:
+        name, sep, value = text.partition("=")
+        if not sep or not name:
+            raise ValueError(f"parameter {text!r}: write NAME=VALUE")
+        kind = type(defaults.get(name, ""))
+        try:
+            values[name] = value if kind is str else kind(ast.literal_eval(value))
+        except (ValueError, SyntaxError):
+            raise ValueError(f"parameter {name}={value!r}: expected {kind.__name__}, as in {name}={defaults[name]!r}") from None
+    return values
 
 
 def make_folder(path: Path) -> Path:
@@ -153,7 +176,7 @@ def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str
         papermill.execute_notebook(
             nb, str(executed).replace("{", "{{").replace("}", "}}"), parameters, engine_name="loop", kernel_name="python3",
             language="python", progress_bar=False, cwd=str(registry.root()), execution_timeout=int(timeout) or 1,
-            start_timeout=int(START_TIMEOUT), autosave_cell_every=0)
+            start_timeout=int(START_TIMEOUT), autosave_cell_every=0, config=_transport())
     except papermill.PapermillExecutionError:
         return None
     except CellTimeoutError:
@@ -161,6 +184,15 @@ def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str
     except RuntimeError as e:  # DeadKernelError, or a kernel that died before it answered
         return "KERNEL_DIED", f"{progress.where()}: {_one_line(str(e))}"
     return None
+
+
+def _transport():
+    """Unix sockets, which cannot collide as ports do when several kernels start at once, where their paths are short enough."""
+    from jupyter_core.paths import jupyter_runtime_dir
+    from traitlets.config import Config
+
+    longest = len(os.path.join(jupyter_runtime_dir(), f"kernel-{'0' * 36}-ipc-5"))
+    return Config({"KernelManager": {"transport": "ipc"}} if longest < 100 else {})
 
 
 class _Progress:
@@ -224,7 +256,7 @@ def _recorded(result: RunResult, parameters) -> RunResult:
     idea, device = registry.find(result.idea), env.device_name()
     family = idea.family or "kda"
     flags = "".join(f" -p {name}={value}" for name, value in parameters.items())
-    row = rows.Row(
+    row = Row(
         run_id=result.run_id, utc=rows.utc_now(), kind="run", family=family, arm=result.idea, status=result.status,
         reason=result.message, device=device, env=env.collect(), cmd=f"./ladder run {result.idea}{flags}",
         code_sha=registry.source_sha(result.idea) if idea.kernel.exists() else "")
