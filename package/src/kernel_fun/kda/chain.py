@@ -41,10 +41,11 @@ BWD_OUTPUTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
 OUTPUTS = FWD_OUTPUTS + BWD_OUTPUTS
 
 
-def module_steps(module, source: str) -> list:
-    """The steps an idea's kernel module offers: one per entry of its SPANS."""
+def module_steps(module, p: KdaProblem, source: str) -> list:
+    """The steps a kernel module offers for `p`: one per entry of its SPANS, or of its spans(p) where what it reads depends on the problem."""
     writes = getattr(module, "WRITES", {})
-    return [make_step(span, fn, STAGES, OUTPUTS, source, writes.get(span)) for span, fn in module.SPANS.items()]
+    spans = module.spans(p) if hasattr(module, "spans") else module.SPANS
+    return [make_step(span, fn, STAGES, OUTPUTS, source, writes.get(span)) for span, fn in spans.items()]
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def shipped_for(p: KdaProblem) -> tuple[list, list[str]]:
     for name, module in shipped_modules():
         ok, reason = module.supports(p)
         if ok:
-            steps += module_steps(module, name)
+            steps += module_steps(module, p, name)
         else:
             reasons.append(f"{name}: {reason}")
     return steps, reasons
@@ -86,7 +87,7 @@ def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True) 
         ok, reason = module.supports(p)
         if not ok:
             raise NotImplementedError(f"{module.__name__}: {reason}")
-        preferred += module_steps(module, module.__name__)
+        preferred += module_steps(module, p, module.__name__)
     if shipped:
         preferred += shipped_for(p)[0]
     steps = cover(STAGES, preferred, base_steps(p, base))
