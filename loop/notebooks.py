@@ -3,6 +3,7 @@
 A committed bench.ipynb holds no output and differs from the template in its parameters cell alone, so a fix to the
 protocol reaches every idea by `sync`, and `problems` can say what in a notebook is not as the template has it.
 """
+
 import re
 from pathlib import Path
 

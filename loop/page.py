@@ -1,4 +1,5 @@
-"""Pages people look at: a batch's index and the HTML copy of an executed notebook. Self-contained: no script, no network."""
+"""Pages people look at: a batch's index and the HTML copy of an executed notebook. No script, no network."""
+
 import functools
 import math
 import os
@@ -25,10 +26,20 @@ def write_index(path: Path, runs: Sequence, entries: Sequence[dict], *, title: s
     for entry in entries:
         groups.setdefault((entry["family"], entry["case"], entry["mode"]), []).append(_entry_view(entry))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_environment().get_template("index.html.j2").render(
-        title=title, failures=[v for v in views if not v["ok"]], passes=[v for v in views if v["ok"]],
-        groups=[{"family": f, "case": c, "mode": m, "entries": sorted(rows, key=lambda e: -e["ratio"])}
-                for (f, c, m), rows in sorted(groups.items())]), encoding="utf-8")
+    path.write_text(
+        _environment()
+        .get_template("index.html.j2")
+        .render(
+            title=title,
+            failures=[v for v in views if not v["ok"]],
+            passes=[v for v in views if v["ok"]],
+            groups=[
+                {"family": f, "case": c, "mode": m, "entries": sorted(rows, key=lambda e: -e["ratio"])}
+                for (f, c, m), rows in sorted(groups.items())
+            ],
+        ),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -37,14 +48,26 @@ def notebook_html(nb: nbformat.NotebookNode, result) -> str:
     from nbconvert import HTMLExporter
 
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
-    return _environment().get_template("notebook.html.j2").render(title=f"{result.idea}: {result.status}", result=result,
-                                                                  body=Markup(body))
+    return (
+        _environment()
+        .get_template("notebook.html.j2")
+        .render(title=f"{result.idea}: {result.status}", result=result, body=Markup(body))
+    )
 
 
 def _run_view(run, folder: Path) -> dict:
-    links = [(label, _relative(path, folder)) for label, path in (("page", run.html), ("notebook", run.notebook)) if path]
-    return {"idea": run.idea, "status": run.status, "ok": run.ok, "message": run.message, "verdict": run.verdict,
-            "seconds": run.seconds, "links": links}
+    links = [
+        (label, _relative(path, folder)) for label, path in (("page", run.html), ("notebook", run.notebook)) if path
+    ]
+    return {
+        "idea": run.idea,
+        "status": run.status,
+        "ok": run.ok,
+        "message": run.message,
+        "verdict": run.verdict,
+        "seconds": run.seconds,
+        "links": links,
+    }
 
 
 def _relative(path: Path, folder: Path) -> str:
@@ -65,5 +88,10 @@ def _position(ratio: float) -> float:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True,
-                              undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

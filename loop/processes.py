@@ -1,4 +1,5 @@
 """Processes of a run, found by the run id in their environment: a kernel that holds the GIL outlives its notebook."""
+
 import os
 import signal
 import time

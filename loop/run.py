@@ -4,6 +4,7 @@ papermill's exit code and cell metadata do not tell a dead kernel, a timeout, `s
 a success (see TRAPS.md). A run counts as passed only if its kernel lived, every code cell ran without an error, and a
 row carrying this run's id was written with status PASSED. Everything else has a status of its own.
 """
+
 import ast
 import contextlib
 import logging
@@ -18,8 +19,8 @@ import nbformat
 from loop import env, processes, registry, rows
 from loop.rows import Row
 
-CELL_TIMEOUT = 900.0          # seconds per cell; fla's first call alone may tune for 220 s
-START_TIMEOUT = 120.0         # seconds for the kernel to answer
+CELL_TIMEOUT = 900.0  # seconds per cell; fla's first call alone may tune for 220 s
+START_TIMEOUT = 120.0  # seconds for the kernel to answer
 
 
 @dataclass
@@ -55,19 +56,35 @@ def out_folder() -> Path:
     return registry.root() / "out"
 
 
-def run(idea: str, *, parameters: Mapping[str, object] | None = None, out: Path | None = None,
-        timeout: float = CELL_TIMEOUT, on_cell: Callable[[int, int, str], None] | None = None) -> RunResult:
-    """Execute `ideas/NNN-slug/bench.ipynb`. ValueError for an unknown idea or an output folder that cannot be written."""
+def run(
+    idea: str,
+    *,
+    parameters: Mapping[str, object] | None = None,
+    out: Path | None = None,
+    timeout: float = CELL_TIMEOUT,
+    on_cell: Callable[[int, int, str], None] | None = None,
+) -> RunResult:
+    """Execute `ideas/NNN-slug/bench.ipynb`. ValueError: unknown idea, unwritable output."""
     folder = registry.folder(idea)
     notebook = folder / "bench.ipynb"
     if not notebook.exists():
-        raise ValueError(f"ideas/{folder.name} has no bench.ipynb; `python -m loop.notebooks` writes it from the template")
-    return run_notebook(notebook, idea=folder.name.partition("-")[0], parameters=parameters, out=out, timeout=timeout,
-                        on_cell=on_cell)
+        raise ValueError(
+            f"ideas/{folder.name} has no bench.ipynb; `python -m loop.notebooks` writes it from the template"
+        )
+    return run_notebook(
+        notebook, idea=folder.name.partition("-")[0], parameters=parameters, out=out, timeout=timeout, on_cell=on_cell
+    )
 
 
-def run_notebook(notebook: Path, *, idea: str, parameters: Mapping[str, object] | None = None, out: Path | None = None,
-                 timeout: float = CELL_TIMEOUT, on_cell: Callable[[int, int, str], None] | None = None) -> RunResult:
+def run_notebook(
+    notebook: Path,
+    *,
+    idea: str,
+    parameters: Mapping[str, object] | None = None,
+    out: Path | None = None,
+    timeout: float = CELL_TIMEOUT,
+    on_cell: Callable[[int, int, str], None] | None = None,
+) -> RunResult:
     """Execute a notebook into `out/runs/RUN_ID/`, next to an HTML copy; classify what happened.
 
     Args:
@@ -99,7 +116,9 @@ def run_notebook(notebook: Path, *, idea: str, parameters: Mapping[str, object] 
 def rows_of(run_id: str) -> list[Row]:
     """The rows recorded under a run id."""
     base = registry.root()
-    return rows.read(*(path for logs in ("bench_logs", "out/bench_logs") for path in (base / logs).rglob(f"{run_id}-*.jsonl")))
+    return rows.read(
+        *(path for logs in ("bench_logs", "out/bench_logs") for path in (base / logs).rglob(f"{run_id}-*.jsonl"))
+    )
 
 
 def parameter_names(nb) -> list[str]:
@@ -126,7 +145,9 @@ def typed(nb, assignments: Sequence[str]) -> dict[str, object]:
         try:
             values[name] = value if kind is str else kind(ast.literal_eval(value))
         except (ValueError, SyntaxError):
-            raise ValueError(f"parameter {name}={value!r}: expected {kind.__name__}, as in {name}={defaults[name]!r}") from None
+            raise ValueError(
+                f"parameter {name}={value!r}: expected {kind.__name__}, as in {name}={defaults[name]!r}"
+            ) from None
     return values
 
 
@@ -174,9 +195,19 @@ def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str
     papermill.engines.papermill_engines.register("loop", _engine(progress))
     try:
         papermill.execute_notebook(
-            nb, str(executed).replace("{", "{{").replace("}", "}}"), parameters, engine_name="loop", kernel_name="python3",
-            language="python", progress_bar=False, cwd=str(registry.root()), execution_timeout=int(timeout) or 1,
-            start_timeout=int(START_TIMEOUT), autosave_cell_every=0, config=_transport())
+            nb,
+            str(executed).replace("{", "{{").replace("}", "}}"),
+            parameters,
+            engine_name="loop",
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            cwd=str(registry.root()),
+            execution_timeout=int(timeout) or 1,
+            start_timeout=int(START_TIMEOUT),
+            autosave_cell_every=0,
+            config=_transport(),
+        )
     except papermill.PapermillExecutionError:
         return None
     except CellTimeoutError:
@@ -187,7 +218,7 @@ def _execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str
 
 
 def _transport():
-    """Unix sockets, which cannot collide as ports do when several kernels start at once, where their paths are short enough."""
+    """Unix sockets, where their paths are short enough: ports collide when several kernels start at once."""
     from jupyter_core.paths import jupyter_runtime_dir
     from traitlets.config import Config
 
@@ -257,9 +288,18 @@ def _recorded(result: RunResult, parameters) -> RunResult:
     family = idea.family or "kda"
     flags = "".join(f" -p {name}={value}" for name, value in parameters.items())
     row = Row(
-        run_id=result.run_id, utc=rows.utc_now(), kind="run", family=family, arm=result.idea, status=result.status,
-        reason=result.message, device=device, env=env.collect(), cmd=f"./ladder run {result.idea}{flags}",
-        code_sha=registry.source_sha(result.idea) if idea.kernel.exists() else "")
+        run_id=result.run_id,
+        utc=rows.utc_now(),
+        kind="run",
+        family=family,
+        arm=result.idea,
+        status=result.status,
+        reason=result.message,
+        device=device,
+        env=env.collect(),
+        cmd=f"./ladder run {result.idea}{flags}",
+        code_sha=registry.source_sha(result.idea) if idea.kernel.exists() else "",
+    )
     writer = rows.Writer(rows.default_folder(family, device), f"run-{result.idea}", result.run_id)
     result.rows.append(writer.write(row))
     return result

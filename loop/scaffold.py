@@ -3,6 +3,7 @@
 The starting kernel is the span's stages in plain torch, cut out of the family's reference: correct, unfused, slow. The
 engineer replaces it piece by piece and re-runs the notebook. The folder appears whole or not at all.
 """
+
 import ast
 import importlib
 import inspect
@@ -18,14 +19,13 @@ from pathlib import Path
 import jinja2
 
 from kernel_fun._common.plan import META, parse_span, span_reads, span_writes
+from loop import notebooks, registry
 
-ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = ("kda", "cconv")
+FAMILIES = registry.FAMILIES
 _BUILTIN = frozenset(dir(__builtins__) if inspect.ismodule(__builtins__) else __builtins__)
 
 
-def new(number: str, slug: str, *, family: str, spans: Sequence[str], parent: str | None = None,
-        root: Path = ROOT) -> Path:
+def new(number: str, slug: str, *, family: str, spans: Sequence[str], parent: str | None = None) -> Path:
     """Write `ideas/NNN-slug/` and return it. ValueError, in one line and with nothing written, for bad input.
 
     Args:
@@ -35,25 +35,23 @@ def new(number: str, slug: str, *, family: str, spans: Sequence[str], parent: st
         spans: stages that the idea replaces, `first` or `first..last`; at most one per pass.
         parent: the idea that this one is a delta against; of the same family.
     """
-    ideas = root / "ideas"
-    number = _number(number, ideas)
+    ideas = registry.root() / "ideas"
+    number = _number(number)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug or "") or len(slug) > 40:
         raise ValueError(f"slug {slug!r}: lower-case words joined by hyphens, 40 characters at most, e.g. fuse-gate")
     if family not in FAMILIES:
         raise ValueError(f"family {family!r}: one of {', '.join(FAMILIES)}")
     chain = importlib.import_module(f"kernel_fun.{family}.chain")
     names = _spans(spans, chain)
-    parent = _parent(parent, family, ideas)
+    parent = _parent(parent, family)
 
     target = ideas / f"{number}-{slug}"
     ideas.mkdir(exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".new-", dir=ideas))
     try:
-        facts = {"number": number, "slug": slug, "family": family, "spans": list(spans), "parent": parent or "000"}
+        facts = {"number": number, "slug": slug, "family": family, "spans": list(spans), "parent": parent}
         (part / "kernel.py").write_text(kernel_source(facts, names, chain), encoding="utf-8")
         (part / "IDEA.md").write_text(_render("IDEA.md.j2", facts | _contract(names, chain)), encoding="utf-8")
-        from loop import notebooks
-
         notebooks.write(part / "bench.ipynb", idea=number)
         part.chmod(0o755)
         os.rename(part, target)
@@ -63,14 +61,15 @@ def new(number: str, slug: str, *, family: str, spans: Sequence[str], parent: st
     return target
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
-def _number(text: str, ideas: Path) -> str:
+# ------------------------------------------------------------ validation
+def _number(text: str) -> str:
     if not re.fullmatch(r"\d{1,3}", text or "") or int(text) == 0:
         raise ValueError(f"number {text!r}: 1 to 999 (000 is the baseline)")
-    number = text.zfill(3)
-    if taken := sorted(ideas.glob(f"{number}-*")):
-        used = max(int(p.name[:3]) for p in ideas.glob("[0-9][0-9][0-9]-*"))
-        raise ValueError(f"number {number} is taken by {taken[0].name}; the next free one is {used + 1:03d}")
+    number, used = text.zfill(3), registry.folders()
+    if number in used:
+        raise ValueError(
+            f"number {number} is taken by {used[number].name}; the next free one is {int(max(used)) + 1:03d}"
+        )
     return number
 
 
@@ -84,28 +83,15 @@ def _spans(spans, chain):
     return names
 
 
-def _parent(parent, family, ideas):
-    if parent is None:
-        return None
-    known = sorted(p.name for p in ideas.glob("[0-9][0-9][0-9]-*"))
-    found = [name for name in known if name[:3] == parent.zfill(3) or name == parent]
-    if not found:
-        raise ValueError(f"parent {parent!r}: no such idea; there are {', '.join(known) or 'none yet'}")
-    theirs = _family_of(ideas / found[0] / "kernel.py")
-    if theirs not in (family, None):
-        raise ValueError(f"parent {found[0]} is of family {theirs}, not {family}")
-    return found[0][:3]
+def _parent(parent: str | None, family: str) -> str:
+    """The parent's number; 000, fla itself, when none is given. A parent whose kernel is broken may still be one."""
+    idea = registry.find(parent or registry.BASELINE) if parent else None
+    if idea and idea.id != registry.BASELINE and idea.family and idea.family != family:
+        raise ValueError(f"parent {idea.name} is of family {idea.family}, not {family}")
+    return idea.id if idea else registry.BASELINE
 
 
-def _family_of(kernel: Path) -> str | None:
-    """The literal FAMILY of a kernel module, read without importing it; None for the baseline, which serves all."""
-    for node in ast.parse(kernel.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FAMILY":
-            return node.value.value if isinstance(node.value, ast.Constant) else None
-    return None
-
-
-# --------------------------------------------------------------------------------------------------- the starting kernel
+# ------------------------------------------------------------ the starting kernel
 def kernel_source(facts: dict, names: dict[str, tuple[str, ...]], chain) -> str:
     """Source of a kernel module whose spans run the reference stages, cut out with all they call."""
     reference = importlib.import_module(f"kernel_fun.{facts['family']}.reference")
@@ -126,10 +112,22 @@ def kernel_source(facts: dict, names: dict[str, tuple[str, ...]], chain) -> str:
     used = {n.id for name in wanted for n in ast.walk(pieces[name]) if isinstance(n, ast.Name)}
     problem = "KdaProblem" if facts["family"] == "kda" else "ConvProblem"
     imports = _imports(tree, used | {problem})
-    return _formatted(_render("kernel.py.j2", facts | {
-        "imports": [i for i in imports if "kernel_fun" not in i], "own_imports": [i for i in imports if "kernel_fun" in i],
-        "constants": constants, "functions": functions, "entries": entries, "problem": problem,
-    }))
+    if problem not in " ".join(imports):
+        imports.append(f"from kernel_fun._common.problem import {problem}")
+    return _formatted(
+        _render(
+            "kernel.py.j2",
+            facts
+            | {
+                "imports": [i for i in imports if "kernel_fun" not in i],
+                "own_imports": [i for i in imports if "kernel_fun" in i],
+                "constants": constants,
+                "functions": functions,
+                "entries": entries,
+                "problem": problem,
+            },
+        )
+    )
 
 
 def _formatted(source: str) -> str:
@@ -146,8 +144,15 @@ def _entry(text, stages, names, chain, reference) -> dict:
         fn = _function_name(stage.name, reference)
         keywords = list(inspect.signature(getattr(reference, fn)).parameters)
         meta.update(META.intersection(keywords))
-        calls.append({"stage": stage.name, "fn": fn, "keywords": keywords, "writes": stage.writes,
-                      "identity": "no_gate_bwd" if stage.name == "bwd.gate" else ""})
+        calls.append(
+            {
+                "stage": stage.name,
+                "fn": fn,
+                "keywords": keywords,
+                "writes": stage.writes,
+                "identity": "no_gate_bwd" if stage.name == "bwd.gate" else "",
+            }
+        )
     reads = list(span_reads(stages, chain.STAGES))
     name = "run" if len(names) == 1 else "run_" + stages[0].partition(".")[0]
     return {"span": text, "name": name, "reads": reads, "meta": sorted(meta), "calls": calls, "outputs": outputs}
@@ -192,25 +197,40 @@ def _imports(tree, used) -> list[str]:
     kept = []
     for node in tree.body:
         if isinstance(node, ast.Import):
-            kept += [f"import {a.name}" + (f" as {a.asname}" if a.asname else "") for a in node.names
-                     if (a.asname or a.name.partition(".")[0]) in used]
+            kept += [
+                f"import {a.name}" + (f" as {a.asname}" if a.asname else "")
+                for a in node.names
+                if (a.asname or a.name.partition(".")[0]) in used
+            ]
         elif isinstance(node, ast.ImportFrom) and (names := [a.name for a in node.names if a.name in used]):
             module = node.module or ""
-            kept.append(f"from {'kernel_fun.' + module if node.level == 2 else module} import {', '.join(sorted(names))}")
+            kept.append(
+                f"from {'kernel_fun.' + module if node.level == 2 else module} import {', '.join(sorted(names))}"
+            )
     return kept
 
 
-# ------------------------------------------------------------------------------------------------------------- documents
+# ------------------------------------------------------------ documents
 def _contract(names, chain) -> dict:
     """What the spans read and write, for IDEA.md."""
-    return {"contract": [
-        {"span": text, "reads": span_reads(stages, chain.STAGES), "writes": span_writes(stages, chain.STAGES, chain.OUTPUTS)}
-        for text, stages in names.items()
-    ]}
+    return {
+        "contract": [
+            {
+                "span": text,
+                "reads": span_reads(stages, chain.STAGES),
+                "writes": span_writes(stages, chain.STAGES, chain.OUTPUTS),
+            }
+            for text, stages in names.items()
+        ]
+    }
 
 
 def _render(template: str, facts: dict) -> str:
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-                                     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                                     keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     return environment.get_template(template).render(**facts)

@@ -1,4 +1,5 @@
-"""The notebook runner against small notebooks, each failing in a way that papermill alone reports as a success or hides."""
+"""The notebook runner against small notebooks, each failing in a way that papermill alone hides."""
+
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ row = rows.Row(run_id=os.environ['LOOP_RUN_ID'], utc=rows.utc_now(), kind='check
                status={status!r}, reason={reason!r}, device='cpu', code_sha='0' * 64, cmd='test')
 rows.Writer(rows.default_folder('kda', 'cpu'), 'test').write(row)
 """
+WRONG = RECORD.format(status="INCORRECT", reason="dq: error 0.1")
 PASS = (RECORD.format(status="PASSED", reason=""), ["loop:record"])
 
 
@@ -43,8 +45,13 @@ def execute(root, *cells, **kwargs):
 
 def test_passes_with_a_row_and_takes_parameters(root):
     seen = []
-    result = execute(root, "assert seed == 7 and type(seed) is int\nprint('seed is', seed)", PASS, parameters={"seed": 7},
-                     on_cell=lambda *a: seen.append(a))
+    result = execute(
+        root,
+        "assert seed == 7 and type(seed) is int\nprint('seed is', seed)",
+        PASS,
+        parameters={"seed": 7},
+        on_cell=lambda *a: seen.append(a),
+    )
     assert result.ok, result
     assert len(result.rows) == 1
     assert result.rows[0].run_id == result.run_id
@@ -56,12 +63,12 @@ def test_passes_with_a_row_and_takes_parameters(root):
 
 @pytest.mark.parametrize(("cells", "status", "says"), [
     pytest.param(["import os; os._exit(0)", PASS], "KERNEL_DIED", "code cell 2", id="dead kernel"),
-    pytest.param([PASS, "import sys; sys.exit(0)", "1"], "EXITED", "1 cells were skipped", id="sys.exit(0) after the row"),
+    pytest.param([PASS, "import sys; sys.exit(0)", "1"], "EXITED", "1 cells were skipped", id="sys.exit(0)"),
     pytest.param(["1 + 1"], "NO_VERDICT", "no row", id="no row"),
-    pytest.param(["from loop.registry import IdeaError\nraise IdeaError('does not import: kernel.py:3')"], "IMPORT_ERROR",
+    pytest.param(["from loop.registry import IdeaError as E; raise E('kernel.py:3')"], "IMPORT_ERROR",
                  "kernel.py:3", id="kernel does not import"),
     pytest.param([PASS, "raise KeyError('x')"], "ERROR", "KeyError", id="raises after the row"),
-    pytest.param([RECORD.format(status="INCORRECT", reason="dq: error 0.1"), "1"], "INCORRECT", "dq: error 0.1", id="a row that fails"),
+    pytest.param([WRONG, "1"], "INCORRECT", "dq: error 0.1", id="a row that fails"),
 ])  # fmt: skip
 def test_failures_have_their_own_status_and_a_row(root, cells, status, says):
     result = execute(root, *cells)
@@ -93,13 +100,17 @@ def test_bad_input_is_one_line(root):
         run.run("000")
     assert "\n" not in str(error.value)
     (root / "file").touch()
-    with pytest.raises(ValueError, match="cannot write to .*--out"):
+    with pytest.raises(ValueError, match=r"cannot write to .*--out"):
         execute(root, PASS, out=root / "file")
 
 
 def test_reap_ends_what_outlived_its_run():
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", stubborn], env={**os.environ, "LOOP_RUN_ID": "reap-test"}, stdout=subprocess.PIPE)
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", stubborn], env={**os.environ, "LOOP_RUN_ID": "reap-test"}, stdout=subprocess.PIPE
+    )
     child.stdout.readline()
     began = time.monotonic()
     assert processes.reap("reap-test") == [child.pid]
@@ -113,7 +124,7 @@ def test_parameters_from_the_command_line_keep_the_types_of_their_defaults(root)
     nb = nbformat.read(root / "ideas/000-fla/bench.ipynb", as_version=4)
     assert run.typed(nb, ["idea=0012345", "seed=3"]) == {"idea": "0012345", "seed": 3}
     assert run.typed(nb, ["nobody=12e4567"]) == {"nobody": "12e4567"}
-    with pytest.raises(ValueError, match="seed='x'.*int"):
+    with pytest.raises(ValueError, match=r"seed='x'.*int"):
         run.typed(nb, ["seed=x"])
     with pytest.raises(ValueError, match="NAME=VALUE"):
         run.typed(nb, ["seed"])
