@@ -1,50 +1,41 @@
-"""Which calls this package may take at all: switches, hardware, CUDA graph capture; and the log lines that say what happened.
+"""Which calls this package may take at all: switches, hardware, CUDA graph capture; and the log lines that say what
+happened.
 
 Switches are environment variables read at every call, so that one process can compare with and without:
 
     KERNEL_FUN_DISABLE=1         every call goes to fla
     KERNEL_FUN_KDA_DISABLE=1     chunk_kda goes to fla
     KERNEL_FUN_CCONV_DISABLE=1   causal_conv1d goes to fla
-    KERNEL_FUN_FALLBACK=1        an fla whose functions have moved is a warning and fla, not an error
-    KERNEL_FUN_DEBUG=1           log every call's decision, not only the first of each kind, at WARNING so that it shows unconfigured
+    KERNEL_FUN_FALLBACK=1        an fla whose functions have moved means a warning and fla, instead of an error
+    KERNEL_FUN_DEBUG=1           every call logs its decision at WARNING, so that it shows without any logging set-up
 """
+import contextlib
 import functools
 import logging
 import os
+import re
+import threading
 
 import torch
 
 from .problem import INTERPRETER
 
 log = logging.getLogger("kernel_fun")
-_ON, _OFF = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _said: set[str] = set()
+_local = threading.local()
 
 
 def switch(name: str) -> bool:
     """Is the environment variable `name` on? A value that is neither on nor off warns once and counts as unset."""
     value = os.environ.get(name)
-    if value is None:
+    if not value:
         return False
-    lowered = value.strip().lower()
-    if lowered in _ON:
+    if value.lower() in _ON:
         return True
-    if lowered not in _OFF:
-        log_once(f"{name}={value!r} is ignored: accepted are {sorted(_ON)} and {sorted(_OFF - {''})}", logging.WARNING)
+    if value.lower() not in _OFF:
+        _say(f"{name}={value!r} is ignored: accepted are {', '.join(_ON + _OFF)}", logging.WARNING, every_time=False)
     return False
-
-
-def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log a message the first time it is given in this process; every time under KERNEL_FUN_DEBUG."""
-    if message in _said:
-        if os.environ.get("KERNEL_FUN_DEBUG") is None or not switch("KERNEL_FUN_DEBUG"):
-            return
-    elif len(_said) > 4096:  # reasons carry shapes; a run that varies them must not grow without bound
-        _said.clear()
-    _said.add(message)
-    if level < logging.WARNING and os.environ.get("KERNEL_FUN_DEBUG") is not None and switch("KERNEL_FUN_DEBUG"):
-        level = logging.WARNING
-    log.log(level, message)
 
 
 def disabled(family: str) -> str:
@@ -55,9 +46,11 @@ def disabled(family: str) -> str:
     return f"{name} is set" if switch(name) else ""
 
 
+# ----------------------------------------------------------------------------------------------------------- hardware
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
-    return tuple(torch.cuda.get_device_capability(index))
+    major, minor = torch.cuda.get_device_capability(index)
+    return major, minor
 
 
 def arch_of(x: torch.Tensor) -> tuple[int, int]:
@@ -65,14 +58,61 @@ def arch_of(x: torch.Tensor) -> tuple[int, int]:
     return _capability(x.device.index) if x.is_cuda else INTERPRETER
 
 
-@functools.cache
-def device_reason(device_type: str) -> str:
-    """Why this package's GPU kernels cannot run on that kind of device, or ""."""
-    if device_type != "cuda":
-        return f"device type {device_type!r} (kernels are for NVIDIA GPUs)"
-    return "an AMD GPU (kernels are for NVIDIA GPUs)" if torch.version.hip else ""
+def device_reason(x: torch.Tensor) -> str:
+    """Why this package cannot run on the device of `x` at all, or ""."""
+    if x.is_cpu or (x.is_cuda and not torch.version.hip):
+        return ""
+    return f"device {x.device.type!r}{' (AMD)' if x.is_cuda else ''}: kernels are for NVIDIA GPUs"
+
+
+def device_guard(x: torch.Tensor):
+    """Make the GPU of `x` the current one, as fla does before its launches."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
 
 
 def capturing(x: torch.Tensor) -> bool:
     """Is the current stream recording a CUDA graph?"""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# ----------------------------------------------------------------------------------------- calls that must stay fla's
+@contextlib.contextmanager
+def fla_only():
+    """Inside, this thread's calls into fla are never given back to us by fla's backend dispatch."""
+    before = inside_fla_only()
+    _local.fla_only = True
+    try:
+        yield
+    finally:
+        _local.fla_only = before
+
+
+def inside_fla_only() -> bool:
+    return getattr(_local, "fla_only", False)
+
+
+# ---------------------------------------------------------------------------------------------------------- log lines
+def engaged(family: str, what: str) -> None:
+    """One INFO line per distinct `what`, after one line with the installed versions."""
+    if "versions" not in _said:
+        from .. import versions
+
+        _said.add("versions")
+        log.info("kernel-fun versions: %s", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    _say(f"kernel-fun {family}: engaged ({what})", logging.INFO)
+
+
+def fell_back(family: str, reason: str) -> None:
+    """One WARNING line per kind of reason: two that differ only in their numbers are one kind."""
+    _say(f"kernel-fun {family}: falling back to fla: {reason}", logging.WARNING)
+
+
+def _say(line: str, level: int, every_time: bool = True) -> None:
+    kind = re.sub(r"\d+", "#", line) if level >= logging.WARNING else line
+    debug = every_time and switch("KERNEL_FUN_DEBUG")
+    if kind in _said and not debug:
+        return
+    _said.add(kind)
+    log.log(logging.WARNING if debug else level, line)

@@ -1,0 +1,77 @@
+"""Routes: what a problem runs on a device, decided once and kept.
+ A call builds its problem, asks for the route, and either applies the route's plan or goes to fla with the route's
+reason.
+"""
+import torch
+
+from . import compat, support
+
+_routes: dict = {}
+_MAX_ROUTES = 4096  # packed batches make a new problem at nearly every step; past this many the table starts over
+
+
+class Route:
+    """Either a plan or the reason there is none. Stands in for its plan, so that each pass can note that it has run
+    once.
+
+    what: the kernels, for the log line. warm: the passes that have run outside a CUDA graph capture, so that nothing
+    is left to compile.
+    """
+
+    __slots__ = ("plan", "reason", "warm", "what")
+
+    def __init__(self, plan=None, reason: str = "", what: str = ""):
+        self.plan, self.reason, self.what, self.warm = plan, reason, what, set()
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        return self.plan.saved
+
+    def run_forward(self, env: dict, meta: dict) -> dict:
+        env = self.plan.run_forward(env, meta)
+        self.warm.add("fwd")
+        return env
+
+    def run_backward(self, env: dict, meta: dict) -> dict:
+        env = self.plan.run_backward(env, meta)
+        self.warm.add("bwd")
+        return env
+
+    def capture_reason(self, x: torch.Tensor, needs_grad: bool) -> str:
+        """Why this call must not run here under CUDA graph capture, or "": the first run of a pass compiles kernels."""
+        if not support.capturing(x):
+            return ""
+        cold = [name for name in (("fwd", "bwd") if needs_grad else ("fwd",)) if name not in self.warm]
+        return f"CUDA graph capture of a call whose {' and '.join(cold)} has not run yet" if cold else ""
+
+
+def route(family: str, chain, p, x: torch.Tensor) -> Route:
+    """The route of problem `p` on the device of `x`. `chain` is the family's chain module."""
+    key = (p, x.device.index)
+    found = _routes.get(key)
+    if found is None:
+        found = _reference(chain, p) if x.is_cpu else _kernels(family, chain, p)
+        if len(_routes) >= _MAX_ROUTES:
+            _routes.clear()
+        _routes[key] = found
+    return found
+
+
+def _reference(chain, p) -> Route:
+    return Route(chain.make_plan(p, base="reference", shipped=False), what="plain torch on CPU tensors")
+
+
+def _kernels(family: str, chain, p) -> Route:
+    reason = compat.reason(family)
+    if reason:
+        return Route(reason=reason)
+    steps, reasons = chain.shipped_for(p)
+    if not steps:
+        return Route(reason="; ".join(reasons) or "this build ships no kernel for this operator")
+    plan = chain.make_plan(p)
+    mine = {step.source for step in steps}
+    return Route(plan, what=", ".join(dict.fromkeys(s for s in plan.sources() if s in mine)))
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

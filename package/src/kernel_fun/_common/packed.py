@@ -1,0 +1,76 @@
+"""What `cu_seqlens` says on the host: how many sequences and chunks, where each chunk lies, how many tokens are
+covered.
+ Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor. It is never stale: it is
+tied to the tensor's version counter, which every in-place change moves, and it goes away with the tensor. (fla's own
+tables are kept by identity alone.)
+"""
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .problem import CHUNK
+
+
+class Packed(NamedTuple):
+    """Chunk tables of a packed call. `chunk_indices` [NT,2] is (sequence, chunk within it); `chunk_offsets` [N+1] the
+    first chunk of each.
+    """
+
+    N: int
+    NT: int
+    total: int                   # cu_seqlens[-1]; the call may hold more tokens than that
+    starts_at_zero: bool
+    chunk_indices: torch.Tensor  # on cu_seqlens' device, in its dtype
+    chunk_offsets: torch.Tensor
+
+
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _version(t: torch.Tensor | None):
+    """A value that changes when `t` is changed in place; None when torch does not track that (inference tensors)."""
+    if t is None:
+        return ()
+    return None if t.is_inference() else (id(t), t._version)
+
+
+def known(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> bool:
+    """Can `describe` answer without waiting for the GPU?"""
+    hit = _cache.get(cu_seqlens)
+    return hit is not None and hit[0] == (_version(cu_seqlens), _version(cu_seqlens_cpu))
+
+
+def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:
+    """Read `cu_seqlens` [N+1] (or its copy on the host, without waiting for the GPU). ValueError says what is wrong
+    with it.
+    """
+    stamp = (_version(cu_seqlens), _version(cu_seqlens_cpu))
+    hit = _cache.get(cu_seqlens)
+    if hit is not None and hit[0] == stamp:
+        return hit[1]
+    host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().cpu()
+    packed = _tables(host, cu_seqlens)
+    if None not in stamp:
+        _cache[cu_seqlens] = (stamp, packed)
+    return packed
+
+
+def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
+    if host.dim() != 1 or host.numel() < 2 or host.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers [N+1] with N >= 1, got {host.dtype} {list(host.shape)}")
+    lens = host.diff()
+    if int(host[0]) < 0 or int(lens.min()) < 0:
+        raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {host.tolist()}")
+    counts = lens.add(CHUNK - 1).div(CHUNK, rounding_mode="floor")
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sequence = torch.repeat_interleave(torch.arange(lens.numel()), counts)
+    within = torch.arange(sequence.numel()) - first[sequence]
+    return Packed(
+        N=lens.numel(),
+        NT=sequence.numel(),
+        total=int(host[-1]),
+        starts_at_zero=int(host[0]) == 0,
+        chunk_indices=torch.stack([sequence, within], 1).to(like),
+        chunk_offsets=first.to(like),
+    )

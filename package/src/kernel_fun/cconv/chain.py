@@ -1,0 +1,77 @@
+"""The convolution's chain: one stage a pass, and which function runs it for a given problem.
+ Tensors: x [B,T,D] in any strides, weight [D,W], bias [D] or None, residual [B,T,D] or None, h0 and ht [N,D,W] or
+None, y [B,T,D]. For every problem the plan takes, newest first, the promoted kernels in `stages/` that support it; a
+pass without one is fla's. On CPU tensors both passes are the plain torch in `reference.py`.
+"""
+import functools
+import importlib
+
+from .._common.plan import Plan, Stage, build, cover, make_step
+from .._common.problem import ConvProblem
+from . import _provenance
+
+STAGES = (
+    Stage("fwd", ("x", "weight", "bias", "residual", "h0"), ("y", "ht")),
+    Stage("bwd", ("x", "weight", "bias", "residual", "h0", "dy", "dht"), ("dx", "dw", "db", "dresidual", "dh0")),
+)
+INPUTS = ("x", "weight", "bias", "residual", "h0")
+FWD_OUTPUTS = ("y", "ht")
+BWD_INPUTS = ("dy", "dht")
+BWD_OUTPUTS = ("dx", "dw", "db", "dresidual", "dh0")
+OUTPUTS = FWD_OUTPUTS + BWD_OUTPUTS
+
+
+def module_steps(module, p: ConvProblem, source: str) -> list:
+    """The steps a kernel module offers for `p`: one per entry of its SPANS, or of its spans(p) where what it reads
+    depends on the problem.
+    """
+    writes = getattr(module, "WRITES", {})
+    spans = module.spans(p) if hasattr(module, "spans") else module.SPANS
+    return [make_step(span, fn, STAGES, OUTPUTS, source, writes.get(span)) for span, fn in spans.items()]
+
+
+@functools.cache
+def shipped_modules() -> tuple:
+    """(name, module) of every promoted kernel, newest first."""
+    return tuple((s.module, importlib.import_module(f"{__package__}.stages.{s.module}")) for s in _provenance.SHIPPED)
+
+
+def shipped_for(p: ConvProblem) -> tuple[list, list[str]]:
+    """The promoted kernels that serve `p`, and for the others the reason each gives."""
+    steps, reasons = [], []
+    for name, module in shipped_modules():
+        ok, reason = module.supports(p)
+        if ok:
+            steps += module_steps(module, p, name)
+        else:
+            reasons.append(f"{name}: {reason}")
+    return steps, reasons
+
+
+def base_steps(base: str) -> list:
+    """One function per pass, from fla or from the plain-torch reference."""
+    if base == "fla":
+        from . import fla_stages as stages
+    elif base == "reference":
+        from . import reference as stages
+    else:
+        raise ValueError(f"base={base!r}: accepted are 'fla' and 'reference'")
+    return [make_step(span, fn, STAGES, OUTPUTS, f"{base}:{span}") for span, fn in stages.STAGES.items()]
+
+
+def make_plan(p: ConvProblem, ideas=(), base: str = "fla", shipped: bool = True) -> Plan:
+    """Cover both passes for `p`: the `ideas` modules first, then the promoted kernels, then `base`.
+
+    `ideas` are kernel modules (FAMILY, SPANS, supports); one that does not support `p` raises NotImplementedError with
+    its reason.
+    """
+    preferred = []
+    for module in ideas:
+        ok, reason = module.supports(p)
+        if not ok:
+            raise NotImplementedError(f"{module.__name__}: {reason}")
+        preferred += module_steps(module, p, module.__name__)
+    if shipped:
+        preferred += shipped_for(p)[0]
+    steps = cover(STAGES, preferred, base_steps(base))
+    return build(steps, INPUTS, FWD_OUTPUTS, BWD_INPUTS, BWD_OUTPUTS)
