@@ -27,10 +27,18 @@ Kind = Literal["bench", "check", "firstcall", "run"]
 Verdict = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR"]
 Status = Literal[
     "PASSED",
-    "INCORRECT",        # ran, and its check found something
+    "WRONG_VALUE",      # to WRONG_DTYPE: what a check found, as loop.verdict.Status says it
+    "NON_FINITE",
+    "UNWRITTEN",
+    "OUT_OF_BOUNDS",
+    "INPUT_MODIFIED",
+    "NONDETERMINISTIC",
+    "REUSED_RESULT",
+    "WRONG_STREAM",
+    "WRONG_DTYPE",
     "UNSUPPORTED",      # supports() said no, with the reason
     "IMPORT_ERROR",     # kernel.py does not import or is not a valid idea
-    "RUNTIME_ERROR",    # raised while compiling or running
+    "NO_BASELINE",      # the arm is fine, but what it is compared with has no time
     "OOM",
     "IMPLAUSIBLE",      # faster than the floor allows: the timing or the floor is wrong
     "SOURCE_CHANGED",   # kernel.py was edited while it was being measured
@@ -39,7 +47,7 @@ Status = Literal[
     "TIMEOUT",          # a cell took too long
     "RUNNER_TIMEOUT",   # the whole run took too long
     "RUNNER_DIED",      # the process that runs the notebook ended without a result
-    "ERROR",            # a cell raised
+    "ERROR",            # the arm, or a notebook's cell, raised
     "NO_VERDICT",       # every cell ran and no verdict row was written
     "UNKNOWN_PARAMETER",
     "GPU_DIRTY",        # another process was on the GPU
@@ -53,20 +61,23 @@ class Part(BaseModel):
 
 
 class OutputError(Part):
-    """Relative RMS error of one output against the fp64 oracle, its budget, and the baseline's own error."""
+    """Relative RMS error of one output against the fp64 oracle; None where it is not finite."""
 
-    error: float | None           # None: the output held NaN or Inf, or was missing
+    error: float | None
+    limit: float | None           # what the error may be: the budget, tightened or widened by the baseline's own error
     budget: float
     baseline_error: float | None = None
 
 
 class Check(Part):
-    """What the check found. `findings` is empty when everything passed."""
+    """What the check found. `findings` is empty when everything passed; `proofs` says what was shown."""
 
     ok: bool
     seeds: tuple[int, ...] = ()
     errors: dict[str, OutputError] = {}
     findings: tuple[str, ...] = ()
+    proofs: dict[str, str] = {}
+    protocol: str = ""
 
 
 class Perf(Part):

@@ -29,7 +29,7 @@ def make_row(**change):
     base = dict(
         run_id="20260101T000000Z-000000", utc="2026-01-01T00:00:00Z", kind="bench", family="kda", arm="005", baseline="000",
         case="prod8192", mode="fwdbwd", status="PASSED", device="NVIDIA H200", code_sha="ab" * 32,
-        check=rows.Check(ok=True, seeds=(1, 2), errors={"o": rows.OutputError(error=1e-3, budget=5e-3)}),
+        check=rows.Check(ok=True, seeds=(1, 2), errors={"o": rows.OutputError(error=1e-3, limit=5e-3, budget=5e-3)}),
         perf=perf(), env={"git_dirty": False}, cmd="python -m loop bench kda --impl 000,005",
     )
     return rows.Row(**{**base, **change})

@@ -18,7 +18,7 @@ row = rows.Row(run_id=os.environ['LOOP_RUN_ID'], utc=rows.utc_now(), kind='check
                status={status!r}, reason={reason!r}, device='cpu', code_sha='0' * 64, cmd='test')
 rows.Writer(rows.default_folder('kda', 'cpu'), 'test').write(row)
 """
-WRONG = RECORD.format(status="INCORRECT", reason="dq: error 0.1")
+WRONG = RECORD.format(status="WRONG_VALUE", reason="dq: error 0.1")
 PASS = (RECORD.format(status="PASSED", reason=""), ["loop:record"])
 
 
@@ -68,7 +68,7 @@ def test_passes_with_a_row_and_takes_parameters(root):
     pytest.param(["from loop.registry import IdeaError as E; raise E('kernel.py:3')"], "IMPORT_ERROR",
                  "kernel.py:3", id="kernel does not import"),
     pytest.param([PASS, "raise KeyError('x')"], "ERROR", "KeyError", id="raises after the row"),
-    pytest.param([WRONG, "1"], "INCORRECT", "dq: error 0.1", id="a row that fails"),
+    pytest.param([WRONG, "1"], "WRONG_VALUE", "dq: error 0.1", id="a row that fails"),
 ])  # fmt: skip
 def test_failures_have_their_own_status_and_a_row(root, cells, status, says):
     result = execute(root, *cells)

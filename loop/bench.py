@@ -1,0 +1,329 @@
+"""The one timing routine of this repository (protocol v1): paired blocks of interleaved arms in one process.
+
+Per case and mode: every arm is warmed; each is captured into a CUDA graph over input sets that together exceed the L2, or all
+run eagerly when one cannot be captured; then in each block every arm is run once untimed and once timed, in rotated and
+reversed order, behind a short device-side wait so that the host's launch work is never in the number. The baseline runs
+twice in each block (A/A): what it differs from itself by is what the run cannot tell apart. Clocks are read, never set.
+On a CPU the same blocks are timed with the host's clock; such rows say so and promote nothing.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from loop import arms, calls, cases, check, inputs, nvml, results, stats, verdict
+from loop.rows import Row, Writer
+
+BLOCKS, SLOW_BLOCKS, CPU_BLOCKS = 21, 15, 5
+SLOW_RUN_S = 8.0            # a run that would take longer than this at 21 blocks does 15
+SAMPLE_S = 1e-3             # a timed sample lasts at least this
+L2_MULTIPLE = 3             # all input sets together, in multiples of the L2
+MAX_SETS = 8
+WARM_S = 0.5                # of matrix products before the first block, so that the clocks have settled
+LAUNCH_S = 2e-4             # the device waits at least this long while the host enqueues a sample
+MAX_CLOCK_HZ = 2.0e9        # turns seconds into cycles of that wait
+AA = "A/A"
+
+
+@dataclass
+class Lane:
+    """One arm on its way through a run. `unit` runs the arm once per input set; `samples` are ms per call, one per block."""
+
+    arm: arms.Arm
+    calls: list[Callable] = field(default_factory=list)
+    unit: Callable | None = None
+    unit_s: float = 0.0
+    host_s: float = 0.0
+    caller_ms: float | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    samples: list[float] = field(default_factory=list)
+    mhz: list[int] = field(default_factory=list)
+    launches: dict[str, int] = field(default_factory=dict)
+    failure: tuple[str, str] | None = None   # (status, reason)
+
+
+@dataclass
+class Run:
+    """What a run's arms have in common."""
+
+    timer: str = "cpu"
+    timer_note: str = ""
+    sets: int = 1
+    set_bytes: int = 0
+    reps: int = 1
+    blocks: int = CPU_BLOCKS
+    aa_samples: list[float] = field(default_factory=list)
+    throttle: set[str] = field(default_factory=set)
+
+
+def bench(
+    family: str,
+    impls: Sequence[str | arms.Arm],
+    case,
+    mode: str,
+    *,
+    checks: dict | None = None,
+    baselines: Sequence[str] = ("000",),
+    blocks: int | None = None,
+    seed: int = 0,
+    writer: Writer | None = None,
+    cmd: str = "",
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Row]:
+    """Time the arms on a case in one mode; one row per arm and baseline, written as soon as the run ends.
+
+    Args:
+        impls: arm names, or arms. The baselines are added when they are missing.
+        case: from `loop.cases`. mode: fwd, bwd or fwdbwd.
+        checks: arm name -> CheckResult of this process. An arm without one is checked here; one that did not pass is a row
+            with its status and no time; a result of another process, arm, source or case is refused (ValueError).
+        blocks: default 21, 15 for runs that would take over 8 s, 5 on a CPU.
+        progress: called as (what, done, total).
+
+    Raises ValueError for an unknown mode, arm or family, or a GPU case without a GPU; it writes no row then.
+    """
+    if mode not in calls.MODES:
+        raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(calls.MODES)}")
+    device = "cuda" if arms.on_gpu() else "cpu"
+    cases.require_device(case, device)
+    built = {a.name: a for a in (x if isinstance(x, arms.Arm) else arms.make(family, x) for x in impls)}
+    for name in baselines:
+        if name not in built:
+            built = {name: arms.make(family, name), **built}
+    checks = dict(checks or {})
+    lanes = [Lane(arm) for arm in built.values()]
+    for lane in lanes:
+        lane.failure = _admit(lane.arm, case, mode, checks, progress)
+    run = Run()
+    base = next(lane for lane in lanes if lane.arm.name == baselines[0])
+    live = [lane for lane in lanes if lane.failure is None]
+    if base in live:
+        _measure(run, live, base, case, mode, seed, blocks, progress)
+    cmd = cmd or results.command(family, list(built), case.id, mode)
+    return results.rows_of(run, lanes, baselines, case, mode, checks, cmd, seed, writer)
+
+
+def _admit(arm: arms.Arm, case, mode: str, checks: dict, progress) -> tuple[str, str] | None:
+    """None when the arm may be timed; else the status and reason of its row."""
+    ok, reason = arm.supports(case)
+    if not ok:
+        return "UNSUPPORTED", reason
+    if arm.name not in checks:
+        progress(f"check {arm.name}", 0, 1)
+        checks[arm.name] = check.check(arm, case)
+    result = checks[arm.name]
+    if not result.ok:
+        return str(result.status), result.message
+    verdict.require(result.token, arm, case, result.device, grad=mode != "fwd")
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int, blocks: int | None, progress) -> None:
+    """Fill the lanes' samples, or their failures."""
+    device = "cuda" if arms.on_gpu() else "cpu"
+    sets = _input_sets(run, case, seed, device)
+    for lane in lanes:
+        progress(f"warm up {lane.arm.name}", 0, 1)
+        _guarded(lane, lambda lane=lane: _prepare(lane, sets, mode))
+    alive = [lane for lane in lanes if lane.failure is None]
+    if base not in alive:
+        return
+    if device == "cuda":
+        _capture(run, alive)
+        _heat()
+        stream = torch.cuda.current_stream()
+        with torch.cuda.stream(_stream()):
+            _blocks(run, alive, base, blocks, _gpu_sample, progress)
+        stream.wait_stream(_stream())
+        for lane in alive:  # last, so that the profiler is not in the times
+            lane.launches = lane.arm.launches(sets[0], mode)
+    else:
+        _blocks(run, alive, base, blocks, _cpu_sample, progress)
+
+
+def _input_sets(run: Run, case, seed: int, device: str) -> list[inputs.Inputs]:
+    """Input sets with different values: as many as exceed the L2 together, one when one does already."""
+    sets = [inputs.make(case, seed, device)]
+    run.set_bytes = sum(t.numel() * t.element_size() for t in sets[0].values() if torch.is_tensor(t))
+    if device == "cuda":
+        l2 = torch.cuda.get_device_properties().L2_cache_size
+        run.sets = min(MAX_SETS, max(1, math.ceil(L2_MULTIPLE * l2 / max(run.set_bytes, 1))))
+    for i in range(1, run.sets):
+        sets.append(inputs.make(case, seed + i, device))
+        sets[-1]["cu_seqlens"] = sets[0]["cu_seqlens"]  # one tensor, so that what is kept per cu_seqlens is kept once
+    return sets
+
+
+def _guarded(lane: Lane, work: Callable[[], None]) -> None:
+    """Run a step of one lane; what it raises becomes the lane's failure."""
+    try:
+        work()
+    except torch.OutOfMemoryError as err:
+        lane.failure = ("OOM", _line(err))
+        _drop(lane)
+    except Exception as err:
+        if "CUDA error" in str(err):
+            raise  # the context is gone: nothing measured after this would mean anything
+        lane.failure = ("ERROR", f"{type(err).__name__}: {_line(err)}")
+        _drop(lane)
+
+
+def _drop(lane: Lane) -> None:
+    lane.calls, lane.unit = [], None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _line(err: Exception) -> str:
+    return " ".join(str(err).split())[:300]
+
+
+def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
+    """Compile, warm and estimate one arm; read its memory."""
+    if not arms.on_gpu():
+        lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
+        start = time.perf_counter()
+        lane.calls[0]()
+        lane.unit_s = lane.host_s = time.perf_counter() - start
+        lane.unit = _eager(lane)
+        return
+    lane.arm.op(sets[0], False)  # compiles, so that the memory reading sees no autotuning
+    _warm_gradients(lane.arm, sets[0], mode)
+    lane.peak_bytes, lane.saved_bytes = calls.memory(lane.arm, sets[0], mode)
+    with torch.cuda.stream(_stream()):
+        lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
+        lane.unit = _eager(lane)
+        lane.unit()
+        torch.cuda.synchronize()
+        lane.caller_ms = _caller_ms(lane.calls[0])
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        start.record()
+        lane.unit()
+        end.record()
+        lane.host_s = time.perf_counter() - began
+        end.synchronize()
+        lane.unit_s = start.elapsed_time(end) / 1e3
+
+
+def _warm_gradients(arm: arms.Arm, one: inputs.Inputs, mode: str) -> None:
+    if mode != "fwd":
+        calls.make(arm, one, "fwdbwd")()
+        torch.cuda.synchronize()
+
+
+def _caller_ms(call: Callable) -> float:
+    """One call as somebody waiting for it sees it: host clock, launches included, nothing queued before it."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def _eager(lane: Lane) -> Callable[[], None]:
+    def unit():
+        for call in lane.calls:
+            call()
+
+    return unit
+
+
+def _capture(run: Run, lanes: list[Lane]) -> None:
+    """One graph per lane over all input sets, all in one memory pool; all lanes stay eager when one cannot be captured."""
+    pool = torch.cuda.graph_pool_handle()
+    graphs = []
+    for lane in lanes:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=_stream()):
+                lane.unit()
+        except Exception as err:
+            run.timer, run.timer_note = "eager", f"{lane.arm.name} cannot be captured: {_line(err)}"
+            del graph
+            graphs.clear()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return
+        graphs.append(graph)
+    run.timer = "graph"
+    for lane, graph in zip(lanes, graphs, strict=True):
+        lane.unit, lane.host_s = graph.replay, 5e-5
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _stream() -> torch.cuda.Stream:
+    """The one side stream that everything is warmed, captured and timed on."""
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
+
+
+def _heat(seconds: float = WARM_S) -> None:
+    """bf16 matrix products until the clocks have settled under load."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(8):
+            torch.mm(a, a)
+        torch.cuda.synchronize()
+
+
+def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample: Callable, progress) -> None:
+    """The paired blocks: every lane and the A/A copy of the baseline once each, in the protocol's order."""
+    fastest = min(lane.unit_s for lane in lanes)
+    if run.timer != "cpu":
+        run.reps = max(1, math.ceil(SAMPLE_S / max(fastest, 1e-6)))
+        if run.timer == "eager":  # the launches of a sample must fit the device's queue
+            run.reps = min(run.reps, max(1, int(0.02 / max(lane.host_s for lane in lanes))))
+        block_s = sum(lane.unit_s for lane in [*lanes, base]) * (1 + run.reps)
+        run.blocks = BLOCKS if BLOCKS * block_s < SLOW_RUN_S else SLOW_BLOCKS
+    run.blocks = blocks or run.blocks
+    places = [*lanes, None]
+    for number, order in enumerate(stats.block_orders(len(places), run.blocks)):
+        progress("blocks", number, run.blocks)
+        for place in order:
+            lane = places[place]
+            ms, mhz = sample(lane or base, run)
+            if lane is None:
+                run.aa_samples.append(ms)
+                continue
+            lane.samples.append(ms)
+            if mhz is not None:
+                lane.mhz.append(mhz)
+        run.throttle.update(nvml.throttle() if run.timer != "cpu" else ())
+    progress("blocks", run.blocks, run.blocks)
+
+
+def _gpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:
+    """ms per call of one timed sample, and the SM clock during it."""
+    wait = LAUNCH_S + (1.2 * lane.host_s * run.reps if run.timer == "eager" else 0.0)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    lane.unit()
+    torch.cuda._sleep(int(min(wait, 0.05) * MAX_CLOCK_HZ))
+    start.record()
+    for _ in range(run.reps):
+        lane.unit()
+    end.record()
+    mhz = nvml.sm_mhz()
+    end.synchronize()
+    return start.elapsed_time(end) / (run.reps * run.sets), mhz
+
+
+def _cpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:
+    began = time.perf_counter()
+    lane.unit()
+    return 1e3 * (time.perf_counter() - began) / run.sets, None

@@ -1,0 +1,61 @@
+"""One call of an arm in one mode, as a function without arguments: what the timer, the profiler and the memory reading all run.
+
+    fwd      the forward without gradients
+    bwd      `torch.autograd.grad` on the retained graph of a forward that ran beforehand
+    fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from loop.inputs import INCOMING, Inputs
+
+MODES = ("fwd", "bwd", "fwdbwd")
+
+
+def make(arm, inputs: Inputs, mode: str) -> Callable[[], object]:
+    """The call. For "bwd" the forward runs here, on the current stream; its residuals live as long as the call does."""
+    if mode == "fwd":
+        return lambda: arm.op(inputs, False)
+    with_leaves, leaves = leaf_inputs(inputs)
+    if mode == "fwdbwd":
+        return lambda: gradients(arm.op(with_leaves, True), inputs, leaves)
+    results = arm.op(with_leaves, True)
+    return lambda: gradients(results, inputs, leaves, retain=True)
+
+
+def leaf_inputs(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
+    """The inputs with every differentiable tensor as a leaf (sharing memory), and those leaves."""
+    leaves = {name: t.detach().requires_grad_() for name, t in inputs.leaves().items()}
+    return inputs.like({**inputs, **leaves}), list(leaves.values())
+
+
+def gradients(results, inputs: Inputs, leaves: list[torch.Tensor], retain: bool = False) -> tuple:
+    """Gradients of the results against the case's incoming gradients."""
+    incoming = (inputs[name] for name in INCOMING[inputs.case.family])
+    pairs = [(r, d) for r, d in zip(results, incoming, strict=True) if r is not None and d is not None]
+    return torch.autograd.grad([r for r, _ in pairs], leaves, [d for _, d in pairs], retain_graph=retain, allow_unused=True)
+
+
+def memory(arm, inputs: Inputs, mode: str) -> tuple[int | None, int | None]:
+    """(peak, saved) in bytes over the inputs: the most held during one eager call, and what a forward leaves for the backward.
+
+    For "bwd" the peak is the backward's, residuals included. `saved` excludes the results; None in "fwd". (None, None) on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return None, None
+    with_leaves, leaves = leaf_inputs(inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = arm.op(with_leaves, mode != "fwd")
+    saved = None
+    if mode != "fwd":
+        held = sum(r.untyped_storage().nbytes() for r in results if r is not None)
+        saved = torch.cuda.memory_allocated() - before - held
+        if mode == "bwd":
+            torch.cuda.reset_peak_memory_stats()
+        gradients(results, inputs, leaves)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, saved

@@ -1,0 +1,263 @@
+"""Finds the ideas and loads their kernels: always the file as it is now, never a build of what it was.
+
+An idea is a folder `ideas/NNN-slug` with a `kernel.py`; 000 is fla itself and has none. A kernel that does not import or
+breaks a rule is still listed, with its error in one line. Loading compiles the bytes that were hashed, under a module name
+that carries the hash: a notebook's re-run picks up an edit, and Triton's and CuTe's per-function caches start afresh.
+"""
+
+import ast
+import difflib
+import hashlib
+import importlib
+import inspect
+import linecache
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+FAMILIES = ("kda", "cconv")
+BASELINE = "000"
+ALLOWED_IMPORTS = ("torch", "triton", "cutlass", "fla", "kernel_fun._common")
+HEADINGS = ("Parent", "Delta", "Why it should be faster", "Constraints")
+DOCSTRING_LINES = 25
+_FOLDER = re.compile(r"(\d{3})-([a-z0-9]+(?:-[a-z0-9]+)*)")
+_loaded: dict[Path, tuple[str, ModuleType]] = {}
+
+
+class IdeaError(ValueError):
+    """An idea that is not there, does not import, or breaks a rule. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Idea:
+    """One folder under `ideas/`. `error` says in one line why its kernel cannot be used; None when it can."""
+
+    id: str
+    slug: str
+    folder: Path
+    family: str | None
+    spans: tuple[str, ...]
+    error: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.id}-{self.slug}"
+
+    @property
+    def kernel(self) -> Path:
+        return self.folder / "kernel.py"
+
+
+def root() -> Path:
+    """The repository: LOOP_ROOT (tests point it at a copy), else the checkout this file lies in."""
+    return Path(os.environ.get("LOOP_ROOT") or Path(__file__).resolve().parents[1])
+
+
+def folders() -> dict[str, Path]:
+    """Idea id -> folder, in order. IdeaError when two folders share a number: numbers are never reused."""
+    found: dict[str, Path] = {}
+    for path in sorted((root() / "ideas").glob("[0-9]*")):
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            if match[1] in found:
+                raise IdeaError(f"ideas/{found[match[1]].name} and ideas/{path.name} share a number; numbers are never reused")
+            found[match[1]] = path
+    return found
+
+
+def folder(idea_id: str) -> Path:
+    """The folder of an idea, by its number or its whole name. IdeaError names the closest ones."""
+    known = folders()
+    if idea_id in known:
+        return known[idea_id]
+    for path in known.values():
+        if path.name == idea_id:
+            return path
+    names = [path.name for path in known.values()]
+    raise IdeaError(f"no idea {idea_id!r}{closest(idea_id, [*known, *names])}; ideas are {', '.join(names) or 'none yet'}")
+
+
+def closest(word: str, options) -> str:
+    """A "did you mean" for a message, or nothing."""
+    near = difflib.get_close_matches(word, list(options), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def all_ideas() -> list[Idea]:
+    """Every idea, also the broken ones."""
+    return [find(idea_id) for idea_id in folders()]
+
+
+def find(idea_id: str) -> Idea:
+    """One idea, with its error instead of an exception when its kernel cannot be used."""
+    path = folder(idea_id)
+    number, _, slug = path.name.partition("-")
+    family, spans, error = front_matter(path).get("family"), (), None
+    if number != BASELINE:
+        try:
+            module = load(number)
+            family, spans = module.FAMILY, tuple(module.SPANS)
+        except IdeaError as err:
+            error = str(err)
+    return Idea(number, slug, path, family, spans, error)
+
+
+def source_sha(idea_id: str) -> str:
+    """sha256 of the idea's kernel.py as it is now."""
+    return hashlib.sha256(_source(folder(idea_id))).hexdigest()
+
+
+def load(idea_id: str) -> ModuleType:
+    """The idea's kernel module, built anew whenever kernel.py changed. IdeaError in one line when it cannot be used."""
+    path = folder(idea_id) / "kernel.py"
+    source = _source(path.parent)
+    sha = hashlib.sha256(source).hexdigest()
+    known = _loaded.get(path)
+    if known and known[0] == sha:
+        return known[1]
+    name = f"idea_{path.parent.name[:3]}_{sha[:12]}"
+    check_source(source, path)
+    module = _execute(source, path, name)
+    validate(module, path)
+    _loaded[path] = (sha, module)
+    return module
+
+
+def loaded_sha(kernel: Path) -> str:
+    """sha256 of the source that the module now loaded from that kernel.py was built from."""
+    return _loaded[kernel][0]
+
+
+def _source(folder: Path) -> bytes:
+    try:
+        return (folder / "kernel.py").read_bytes()
+    except FileNotFoundError:
+        why = "is fla itself and has no kernel" if folder.name.startswith(BASELINE) else "has no kernel.py"
+        raise IdeaError(f"ideas/{folder.name} {why}") from None
+
+
+def _execute(source: bytes, path: Path, name: str) -> ModuleType:
+    """Run the source as a module of that name. Not through import: its bytecode cache tells files apart by whole seconds."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from loop import interpreter
+
+        interpreter.install()
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    module.__spec__ = ModuleSpec(name, loader=None, origin=str(path))
+    linecache.cache.pop(str(path), None)  # Triton reads a kernel's source through it
+    sys.modules[name] = module
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except Exception as err:
+        sys.modules.pop(name, None)
+        raise IdeaError(f"ideas/{path.parent.name} does not import: {_where(err, path)}") from err
+    return module
+
+
+def _where(err: Exception, path: Path) -> str:
+    """`kernel.py:12: NameError: ...` from an exception's traceback, in one line."""
+    lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(path)]
+    at = f"kernel.py:{lines[-1]}: " if lines else ""
+    return f"{at}{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+
+
+def check_source(source: bytes, path: Path) -> None:
+    """The rules a kernel's text must keep: what it imports, no autotuner, no postponed annotations."""
+    where = f"ideas/{path.parent.name}/kernel.py"
+    try:
+        tree = ast.parse(source, filename=str(path))
+    except (SyntaxError, ValueError) as err:
+        line = f":{err.lineno}" if isinstance(err, SyntaxError) else ""
+        raise IdeaError(f"ideas/{path.parent.name} does not import: kernel.py{line}: SyntaxError: {getattr(err, 'msg', err)}") from err
+    for node in ast.walk(tree):
+        for name in _imported(node):
+            if name == "__future__":
+                raise IdeaError(f"{where}:{node.lineno}: no __future__ import in a kernel file (it breaks CuTe's annotations)")
+            if not _allowed(name):
+                raise IdeaError(f"{where}:{node.lineno}: imports {name}; a kernel may import {', '.join(ALLOWED_IMPORTS)} and the standard library")
+        if isinstance(node, ast.Attribute) and node.attr == "autotune":
+            raise IdeaError(f"{where}:{node.lineno}: autotuner; tuned values are literals")
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            return ["." * node.level + (node.module or "")]
+        if node.module == "kernel_fun":
+            return [f"kernel_fun.{alias.name}" for alias in node.names]
+        return [node.module or ""]
+    return []
+
+
+def _allowed(name: str) -> bool:
+    if any(name == ok or name.startswith(ok + ".") for ok in ALLOWED_IMPORTS):
+        return True
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def validate(module: ModuleType, path: Path) -> None:
+    """FAMILY, SPANS, WRITES and supports, against the family's chain. IdeaError in one line."""
+    from kernel_fun._common import plan
+
+    where = f"ideas/{path.parent.name}/kernel.py"
+    family, spans = getattr(module, "FAMILY", None), getattr(module, "SPANS", None)
+    if family not in FAMILIES:
+        raise IdeaError(f"{where}: FAMILY={family!r}; accepted are {', '.join(map(repr, FAMILIES))}")
+    if not isinstance(spans, dict) or not spans or not all(callable(fn) for fn in spans.values()):
+        raise IdeaError(f"{where}: SPANS={spans!r}; give a dict of span -> function, e.g. {{'bwd.intra': run}}")
+    if not callable(getattr(module, "supports", None)):
+        raise IdeaError(f"{where}: no supports(p); give one that returns (True, '') or (False, reason)")
+    chain = importlib.import_module(f"kernel_fun.{family}.chain")
+    tensors = {*chain.INPUTS, *chain.OUTPUTS, *(t for s in chain.STAGES for t in (*s.reads, *s.writes))}
+    seen: dict[str, str] = {}
+    for span, fn in spans.items():
+        try:
+            stages = plan.parse_span(span, chain.STAGES)
+        except ValueError as err:
+            raise IdeaError(f"{where}: {err}") from None
+        for stage in stages:
+            if stage in seen:
+                raise IdeaError(f"{where}: spans {seen[stage]!r} and {span!r} both hold {stage}")
+            seen[stage] = span
+        _validate_function(fn, span, tensors | plan.META, where)
+    for span, names in getattr(module, "WRITES", {}).items():
+        unknown = [n for n in names if n not in tensors]
+        if span not in spans or unknown:
+            what = f"tensor {unknown[0]!r}" if unknown else f"span {span!r}, which SPANS does not have"
+            raise IdeaError(f"{where}: WRITES names {what}")
+
+
+def _validate_function(fn, span: str, known: set[str], where: str) -> None:
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            raise IdeaError(f"{where}: the function of span {span!r} takes {parameter.name!r} by position; make all its arguments keyword-only")
+        if parameter.name not in known:
+            raise IdeaError(f"{where}: the function of span {span!r} reads {parameter.name!r}, which the chain does not have"
+                            f"{closest(parameter.name, known)}")
+
+
+def lint(idea_id: str) -> list[str]:
+    """House rules that do not stop an experiment but do stop a promotion: docstring headings and length."""
+    text = ast.get_docstring(ast.parse(_source(folder(idea_id)))) or ""
+    found = [f"kernel.py's docstring has no heading {h!r}" for h in HEADINGS if not re.search(rf"^{h}\b", text, re.MULTILINE)]
+    if len(text.splitlines()) > DOCSTRING_LINES:
+        found.append(f"kernel.py's docstring has {len(text.splitlines())} lines; {DOCSTRING_LINES} at most")
+    return found
+
+
+def front_matter(folder: Path) -> dict[str, str]:
+    """The `key: value` lines between the two `---` of IDEA.md; empty when there is none."""
+    path = folder / "IDEA.md"
+    if not path.exists():
+        return {}
+    match = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
+    pairs = (line.partition(":") for line in (match[1] if match else "").splitlines())
+    return {key.strip(): value.partition(" #")[0].strip() for key, sep, value in pairs if sep and key.strip()}

@@ -1,0 +1,50 @@
+"""Fixtures of the harness's tests: a repository of its own, with ideas small enough to read here."""
+
+import pytest
+
+GOOD_KERNEL = '''"""Sum the value heads that share a q/k head, in torch.
+
+Parent: 000
+Delta: none, this is a test's idea
+Why it should be faster: it is not; 0 bytes, 0 flops
+Constraints: none
+"""
+import torch
+
+FAMILY = "kda"
+
+
+def supports(p):
+    return (True, "") if p.K <= 256 else (False, f"needs K <= 256, got {p.K}")
+
+
+def run(*, dq, dk, p):
+    group = (p.B, p.T, p.H, p.HV // p.H, p.K)
+    return {"dq": dq.reshape(group).sum(3), "dk": dk.reshape(group).sum(3)}
+
+
+SPANS = {"bwd.gva": run}
+'''
+
+
+@pytest.fixture
+def ladder_root(tmp_path, monkeypatch):
+    """An empty repository that the harness takes for its own."""
+    root = tmp_path / "repo"
+    (root / "ideas").mkdir(parents=True)
+    monkeypatch.setenv("LOOP_ROOT", str(root))
+    return root
+
+
+@pytest.fixture
+def add_idea(ladder_root):
+    """`add_idea("005", "slug", source)` writes an idea's kernel.py and IDEA.md; without a source, a good one."""
+
+    def add(number="005", slug="sum-heads", source=GOOD_KERNEL, family="kda"):
+        folder = ladder_root / "ideas" / f"{number}-{slug}"
+        folder.mkdir(exist_ok=True)
+        (folder / "kernel.py").write_text(source)
+        (folder / "IDEA.md").write_text(f"---\nid: {number}   # never reused\nslug: {slug}\nfamily: {family}\nstatus: running\n---\n\n## Hypothesis\nNone.\n")
+        return folder
+
+    return add
