@@ -45,6 +45,20 @@ class Route:
         return f"CUDA graph capture of a call whose {' and '.join(cold)} has not run yet" if cold else ""
 
 
+class ReferenceRoute(Route):
+    """Plain torch on CPU tensors. Kernels know no autocast, so here too it changes nothing."""
+
+    __slots__ = ()
+
+    def run_forward(self, env: dict, meta: dict) -> dict:
+        with torch.autocast("cpu", enabled=False):
+            return super().run_forward(env, meta)
+
+    def run_backward(self, env: dict, meta: dict) -> dict:
+        with torch.autocast("cpu", enabled=False):
+            return super().run_backward(env, meta)
+
+
 def route(family: str, chain, p, x: torch.Tensor) -> Route:
     """The route of problem `p` on the device of `x`. `chain` is the family's chain module."""
     key = (p, x.device.index)
@@ -58,7 +72,7 @@ def route(family: str, chain, p, x: torch.Tensor) -> Route:
 
 
 def _reference(chain, p) -> Route:
-    return Route(chain.make_plan(p, base="reference", shipped=False), what="plain torch on CPU tensors")
+    return ReferenceRoute(chain.make_plan(p, base="reference", shipped=False), what="plain torch on CPU tensors")
 
 
 def _kernels(family: str, chain, p) -> Route:
