@@ -181,6 +181,7 @@ def _tags(text: str) -> frozenset[str]:
 
 # --------------------------------------------------------------------------------------------------------------- kda
 _PROD = Dist(keys="rand", beta_max=2.0)
+_STRONG = Dist(keys="rand", beta_max=2.0, strength=16.0)
 _TRAIN = {"gate": "softplus", "g_dtype": "bf16", "l2norm": True}
 _STATE = {"h0": True, "ht": True}
 
@@ -211,11 +212,12 @@ KDA = (
           T=171, lengths=(70, 0, 1, 100), **_STATE, **_TRAIN),
     _tiny("tiny_gva", "two value heads share a q/k head", H=2, HV=4, T=96, **_TRAIN),
     _tiny("tiny_state", "initial and final state with gradients", B=2, **_STATE),
-    _tiny("tiny_strong", "gates 16 times stronger: hundreds of log2 units a step", dist=Dist("rand", 2.0, strength=16.0),
-          **_STATE, **_TRAIN),
+    _tiny("tiny_strong", "gates 16 times stronger: hundreds of log2 units a chunk", dist=_STRONG, **_STATE),
     _tiny("tiny_mask", "a tenth of the gate entries at -1000", dist=Dist("randn", 1.0, mask=0.1), **_STATE),
     _tiny("tiny_weak", "decay of a thousandth a step: the state outlives the sequence", T=192,
           dist=Dist("randn", 1.0, strength=1e-3), **_STATE),
+    _tiny("tiny_persist", "nothing decays: rounding of a carried state adds up", "tiny", T=1024,
+          dist=Dist("randn", 0.04, strength=2e-5), **_STATE),
     _tiny("tiny_fp16", "fp16 tensors", dtype="fp16", dist=Dist(), **{**_TRAIN, "g_dtype": "fp16"}),
     _gpu("prod8192_gate", "the training call: softplus gate and norm in the kernel, fp32 beta up to 2",
          "gpu primary full", **_PROD8192, **_TRAIN),
@@ -232,12 +234,13 @@ KDA = (
          beta_dtype="bf16", **_TRAIN),
     _gpu("ragged", "T is not a multiple of 64", B=4, T=4001, H=16, beta_dtype="bf16", **_TRAIN),
     _gpu("state", "initial and final state with gradients", B=4, T=4096, H=16, dist=_PROD, **_STATE, **_TRAIN),
-    _gpu("strong", "gates 16 times stronger", "gpu smoke full", B=2, T=4096, H=16, dist=Dist("rand", 2.0, strength=16.0),
-         **_STATE, **_TRAIN),
+    _gpu("strong", "gates 16 times stronger", "gpu smoke full", B=2, T=4096, H=16, dist=_STRONG, **_STATE),
     _gpu("strong_mask", "gates 16 times stronger and a tenth of the entries at -1000", B=2, T=4096, H=16,
          dist=Dist("randn", 1.0, strength=16.0, mask=0.1), **_STATE),
     _gpu("weak", "decay of a thousandth a step with beta near 2: fla itself misses budgets here", B=2, T=4096, H=16,
          dist=Dist("rand", 2.0, strength=1e-3)),
+    _gpu("persist", "nothing decays: rounding of a carried state adds up", B=1, T=8192, H=16,
+         dist=Dist("randn", 0.04, strength=2e-5), **_STATE),
     _gpu("fp16", "fp16 tensors", B=2, T=4096, H=16, dtype="fp16", **{**_TRAIN, "g_dtype": "fp16"}),
 )  # fmt: skip
 

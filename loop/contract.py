@@ -31,6 +31,8 @@ BUDGETS = {
 }  # fmt: skip
 CCONV_FINE = 1e-3  # every rounded cconv output, where x is fp16 or fp32
 
+SAME_AS_INPUT = {"kda": (), "cconv": ("dresidual",)}  # outputs that may be one of the incoming gradients itself
+
 _DTYPES = {"fp32": torch.float32}
 _DTYPE_FIELDS = {"p": "dtype", "g": "g_dtype", "beta": "beta_dtype", "w": "w_dtype"}
 

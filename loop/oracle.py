@@ -18,6 +18,7 @@ from .inputs import GRADIENTS, INCOMING, LEAVES, RESULTS, Inputs, run
 from .tensors import OP_NAMES
 
 NORM_EPS = 1e-6
+RECURRENT_TOKENS = 256
 TOKEN_HEADS = 1 << 17  # of one chunked piece: about 8 GB at K 128, V 256
 
 
@@ -44,8 +45,8 @@ def chunked(inputs: Inputs, token_heads: int = TOKEN_HEADS) -> dict:
 
 
 def oracle(inputs: Inputs) -> dict:
-    """The form that suits the size: token by token for tiny cases, chunked for the rest."""
-    return recurrent(inputs) if "tiny" in inputs.case.tags else chunked(inputs)
+    """The form that suits the length: token by token for short rows, chunked for the rest."""
+    return recurrent(inputs) if inputs.case.T <= RECURRENT_TOKENS else chunked(inputs)
 
 
 # ---------------------------------------------------------------------------------------------------- token by token

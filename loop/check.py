@@ -1,0 +1,274 @@
+"""The gate: an arm is timed, recorded and promoted only after this has found nothing against it.
+
+For a case and fresh random seeds, `check` runs the arm forward and backward with everything it allocates poisoned and every buffer
+between guard bands (`loop.poison`), and shows, in this order: nothing was written out of bounds, no input changed, the outputs have the
+contract's dtypes and shapes and are finite, the same inputs give the same bits whatever uninitialised memory holds, new values in the
+same buffers give new results and leave the old ones alone, the work waits for the caller's stream, and each output is as close to the
+fp64 oracle as its budget and fla's own error ask.
+"""
+
+import secrets
+import time
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from . import cases, compare, contract, inputs, oracle, poison
+from .compare import same_bits
+from .verdict import CheckError, CheckResult, Rejected, Status, issue
+
+HEADS = 2         # groups of heads (or blocks of channels) compared with the oracle where the case is large
+RUNS = 3          # on a GPU; a CPU runs one program at a time, so two runs say as much
+PLAUSIBLE = 0x3F  # a byte that makes finite, ordinary numbers in every format (0.75 in bf16 and fp32)
+SLEEP_CYCLES = 600_000_000  # about 0.3 s: longer than it takes to launch a call
+
+
+def fresh_seeds(count: int) -> tuple[int, ...]:
+    """Seeds that nothing could have prepared for."""
+    return tuple(secrets.randbits(31) for _ in range(count))
+
+
+def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = True, baseline="000") -> CheckResult:
+    """Check one arm on one case; never raises for what the arm does.
+
+    seeds: how many fresh seeds (at least 2), or the seeds of an earlier check to repeat it.
+    device: default the GPU if there is one. grad: False checks the forward alone.
+    baseline: the arm whose error bounds ours on a GPU ("000", fla), or None. CheckError for bad arguments.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cases.require_device(case, device)
+    if arm.family != case.family:
+        raise CheckError(f"arm {arm.name} is of family {arm.family}, case {case.id} of {case.family}")
+    seeds = fresh_seeds(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if len(set(seeds)) < 2:
+        raise CheckError(f"seeds={seeds}: at least two different seeds, or a stored result would pass")
+    session = _Session(arm, case, seeds, device, grad, baseline)
+    status, message, detail, start = Status.PASSED, "", "", time.perf_counter()
+    try:
+        ok, reason = arm.supports(case)
+        if not ok:
+            raise Rejected(Status.UNSUPPORTED, reason)
+        session.run()
+    except Rejected as no:
+        status, message = no.status, no.message
+    except Exception as err:
+        status, message = Status.ERROR, f"{type(err).__name__}: {' '.join(str(err).split())[:300]}"
+        detail = traceback.format_exc()
+    passed = status is Status.PASSED
+    return CheckResult(
+        case.family, arm.name, case.id, status, message, seeds, session.errors, session.proofs, str(device), arm.source_sha,
+        time.perf_counter() - start, grad, detail, issue(arm, case, str(device), grad) if passed else None,
+    )  # fmt: skip
+
+
+class _Session:
+    """The steps of one check. Each raises Rejected, or notes in `proofs` what it has shown."""
+
+    def __init__(self, arm, case, seeds, device, grad, baseline):
+        self.arm, self.case, self.seeds, self.device, self.grad = arm, case, seeds, device, grad
+        self.baseline = None if device.type == "cpu" or baseline == arm.name else baseline
+        self.p = case.problem()
+        self.expected = contract.outputs(case.family, self.p)
+        if not grad:
+            self.expected = {n: self.expected[n] for n in inputs.RESULTS[case.family]}
+        self.errors, self.proofs = {}, {}
+        self.ours = {n: [] for n in self.expected}
+        self.theirs = {n: [] for n in self.expected}
+
+    def run(self):
+        given = self._load(inputs.make(self.case, self.seeds[0], self.device))
+        first = self._execute()
+        self._check_memory(given)
+        self._check_contract(first)
+        self._check_finite(first)
+        kept = {n: None if t is None else t.clone() for n, t in first.items()}
+        self._check_repeats(kept)
+        self._measure(given, kept)
+        for seed in self.seeds[1:]:
+            values = inputs.make(self.case, seed, self.device)
+            self._refill(values)
+            again = self._execute()
+            self._check_memory(values)
+            self._check_contract(again)
+            self._check_not_reused(first, kept, again)
+            self._check_finite(again)
+            self._measure(values, again)
+        self._check_stream(given, kept)
+        self._judge()
+
+    # ---------------------------------------------------------------------------------------------------- running it
+    def _load(self, values):
+        """Put the inputs between guard bands; `values` stays as the untouched copy."""
+        self.guards, tensors = [], {}
+        for name, t in values.items():
+            if t is None:
+                tensors[name] = None
+                continue
+            tensors[name], guard = poison.guarded(t, f"input {name}")
+            self.guards.append(guard)
+        self.inputs = values.like(tensors)
+        return values
+
+    def _refill(self, values):
+        """Other values into the same buffers, as a training loop does."""
+        for name, t in values.items():
+            if t is not None:
+                self.inputs[name].copy_(t)
+
+    def _execute(self, body=None, band=None) -> dict:
+        with poison.Poison(body=body, band=band) as self.poison:
+            outputs = inputs.run(self.arm.op, self.inputs, self.grad)
+            self._sync()
+        return outputs
+
+    def _sync(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # ------------------------------------------------------------------------------------------------------- judging
+    def _check_memory(self, values):
+        trespassed = poison.trespassed(self.poison.buffers) + poison.trespassed(self.guards)
+        if trespassed:
+            raise Rejected(Status.OUT_OF_BOUNDS, f"wrote outside of {', '.join(trespassed[:3])}")
+        changed = [n for n, t in values.items() if t is not None and not same_bits(t, self.inputs[n])]
+        if changed:
+            raise Rejected(Status.INPUT_MODIFIED, f"input {changed[0]} is not what was passed")
+        self.proofs |= {"poison": f"{self.poison.count} buffers", "guards": "intact", "inputs": "unmodified"}
+        self.poison.buffers.clear()
+
+    def _check_contract(self, outputs):
+        for name, want in self.expected.items():
+            got = outputs[name]
+            if (got is not None) != want.present:
+                raise Rejected(Status.WRONG_DTYPE, f"{name} is {'None' if got is None else 'a tensor'}, the contract says otherwise")
+            if got is not None and (got.dtype, tuple(got.shape), got.device.type) != (want.dtype, want.shape, self.device.type):
+                found = f"{got.dtype} {list(got.shape)} on {got.device.type}"
+                raise Rejected(Status.WRONG_DTYPE, f"{name} is {found}, the contract says {want.dtype} {list(want.shape)}")
+        self.proofs["contract"] = "dtypes, shapes and None as written"
+
+    def _check_finite(self, outputs):
+        bad = [n for n, t in outputs.items() if t is not None and not torch.isfinite(t).all()]
+        if not bad:
+            self.proofs["finite"] = "every output"
+            return
+        where = compare.difference(outputs[bad[0]], outputs[bad[0]])
+        text = f"{bad[0]}{list(where.worst)} is not finite ({where.bad} of {where.numbers} entries)"
+        for status, fill, band, why in (
+            (Status.UNWRITTEN, PLAUSIBLE, None, "finite once uninitialised memory is"),
+            (Status.OUT_OF_BOUNDS, None, PLAUSIBLE, "finite once the memory past the buffers is"),
+        ):
+            other = self._execute_filled(fill, band)
+            if torch.isfinite(other[bad[0]]).all():
+                raise Rejected(status, f"{text}; {why}")
+        raise Rejected(Status.NON_FINITE, text)
+
+    def _execute_filled(self, body, band):
+        """Run with other bytes in uninitialised memory and, with `band`, around every buffer."""
+        if band is not None:
+            poison.refill_bands(self.guards, band)
+        try:
+            return self._execute(body, band)
+        finally:
+            if band is not None:
+                poison.refill_bands(self.guards, None)
+
+    def _check_repeats(self, kept):
+        """The same bits again, also with ordinary numbers where uninitialised memory and guard bands held NaN."""
+        runs = 2 if self.device.type == "cpu" else RUNS
+        fills = [(None, None)] * (runs - 2) + [(PLAUSIBLE, PLAUSIBLE)]
+        for body, band in fills:
+            different = self._differs(kept, self._execute_filled(body, band))
+            if not different:
+                continue
+            text = f"{different} differs between two runs on the same inputs"
+            if self._differs(kept, self._execute()):
+                raise Rejected(Status.NONDETERMINISTIC, text)
+            if self._differs(kept, self._execute_filled(PLAUSIBLE, None)):
+                raise Rejected(Status.UNWRITTEN, f"{different} depends on what uninitialised memory holds")
+            if self._differs(kept, self._execute_filled(None, PLAUSIBLE)):
+                raise Rejected(Status.OUT_OF_BOUNDS, f"{different} depends on what lies past a buffer")
+            raise Rejected(Status.NONDETERMINISTIC, text)
+        self.proofs["repeats"] = f"{runs} runs equal to the bit"
+
+    @staticmethod
+    def _differs(a, b) -> str | None:
+        return next((n for n in a if not same_bits(a[n], b[n])), None)
+
+    def _check_not_reused(self, first, kept, again):
+        own = [n for n in first if n not in contract.SAME_AS_INPUT[self.case.family]]
+        overwritten = self._differs({n: first[n] for n in own}, kept)
+        if overwritten:
+            raise Rejected(Status.REUSED_RESULT, f"{overwritten} of an earlier call was overwritten by a later one")
+        result = next(iter(again))
+        if same_bits(kept[result], again[result]):
+            raise Rejected(Status.REUSED_RESULT, f"{result} is an earlier call's, though the inputs changed")
+        held = self.inputs
+        self._load(held.like({n: None if t is None else t.clone() for n, t in held.items()}))  # the same values elsewhere
+        moved = self._differs(again, self._execute())
+        if moved:
+            raise Rejected(Status.REUSED_RESULT, f"{moved} changes when equal inputs move: something is kept by address")
+        self.proofs["reuse"] = "new values, new results; old results untouched"
+
+    def _check_stream(self, values, kept):
+        """Values that arrive late on a side stream must reach the result: work elsewhere would read what was there before."""
+        if self.device.type != "cuda":
+            self.proofs["stream"] = "not shown: no GPU"
+            return
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            self._refill(values)
+            outputs = inputs.run(self.arm.op, self.inputs, self.grad)
+            seen = {n: None if t is None else t.clone() for n, t in outputs.items()}
+        torch.cuda.synchronize()
+        different = self._differs(kept, seen)
+        if different:
+            raise Rejected(Status.WRONG_STREAM, f"{different} did not wait for the values on the caller's stream")
+        self.proofs["stream"] = "waits for the caller's stream"
+
+    # ------------------------------------------------------------------------------------------------------- measuring
+    def _measure(self, values, outputs):
+        """Errors of this seed's outputs, and of the baseline's, against the oracle."""
+        rest = [n for n in outputs if n not in self.expected]
+        outputs = {n: t for n, t in outputs.items() if n not in rest}
+        theirs = self._baseline_outputs(values) if self.baseline else None
+        part = None
+        if "tiny" not in self.case.tags:
+            part = oracle.choose(self.case, HEADS, values.seed)
+            values = oracle.take(values, part)
+            self.proofs["heads"] = f"{len(part.heads)} of {self.case.HV if self.case.family == 'kda' else self.case.D} at random"
+        truth = oracle.oracle(values)
+        for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
+            cut = found if part is None or found is None else oracle.take_tensors(self.case, found, part)
+            for name in self.expected:
+                if cut is not None and cut[name] is not None:
+                    sink[name].append(compare.difference(cut[name], truth[name]))
+        if theirs is not None and part is not None:
+            self._check_other_heads(outputs, theirs)
+
+    def _baseline_outputs(self, values):
+        from . import arms
+
+        return inputs.run(arms.make(self.case.family, self.baseline).op, values, self.grad)
+
+    def _check_other_heads(self, outputs, theirs):
+        """Heads outside the slice, against the baseline: both err, so by no more than both together (doubled for its scatter)."""
+        for name, got in outputs.items():
+            if got is None or not torch.isfinite(theirs[name]).all():
+                continue
+            apart = compare.difference(got, theirs[name])
+            budget = contract.budget(self.case.family, name, self.p)
+            fla = self.theirs[name][-1].rel_rms
+            if apart.rel_rms > 2 * (max(budget, fla) + fla):
+                text = f"{name} is {apart.rel_rms:.2e} from {self.baseline} over all heads, worst at {list(apart.worst)}"
+                raise Rejected(Status.WRONG_VALUE, text)
+
+    def _judge(self):
+        for name, found in self.ours.items():
+            if found:
+                self.errors[name] = compare.judge(self.case.family, name, self.p, found, self.theirs[name] or None)
+        wrong = [e for e in self.errors.values() if not e.ok]
+        if wrong:
+            raise Rejected(Status.WRONG_VALUE, "; ".join(map(str, wrong[:3])))
+        self.proofs["values"] = f"{len(self.errors)} outputs within their limits over {len(self.seeds)} seeds"
