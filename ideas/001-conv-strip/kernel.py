@@ -1,14 +1,14 @@
 """Short causal depthwise convolution as strips: a CTA walks down time over a block of channels, forward and backward.
 
 Parent: 000 (fla's tiles of 64 rows, whose backward runs the forward again and writes one partial dw per 64 rows).
-Delta: the window lives in registers (a ring of W-1 rows), rows arrive through a multi-stage asynchronous copy (rows of
-    several groups are in flight while one is worked on), and strips are as long as one full wave of CTAs allows.
+Delta: the window lives in registers (a ring of W-1 rows), rows arrive through a multi-stage asynchronous copy (the
+    rows of the next groups are in flight while one is worked on), and strips are as long as one wave of CTAs allows.
     The backward recomputes the pre-activation from the same ring: x and dy are read once, dx is written once, and
     the fp32 partials of dw and db, one per strip, are summed in a fixed order by a second small kernel.
-Why it should be faster: bytes. Forward 2 per element (bf16: 4 B), backward 3 (6 B), plus W-1 halo rows and one partial per
-    strip of some 300 rows or more (under 2 %); fla moves 5 rows a row in the backward. About 12 and 27 instructions
-    an element leave the issue slots at 45 % and 65 % when memory is saturated.
-Constraints: W 2 to 4; bf16, fp16, fp32; any strides of x, dy and residual (fast where channels are unit-stride).
+Why it should be faster: bytes. Forward 2 per element (bf16: 4 B), backward 3 (6 B), plus the halo and one partial per
+    strip of some 300 rows or more (under 2 %); fla's backward moves 5, and W reads of each from the caches. About 14
+    and 29 instructions an element keep the issue slots under 65 % when memory is saturated.
+Constraints: W 2 to 4; bf16, fp16, fp32; any strides of x and dy (fast where channels are unit-stride).
     Packed sequences are cut at uniform rows, not per sequence; a strip visits the sequences it overlaps in turn.
     T = 0 and B = 0 are handled here (outputs of the right shape, states passed through, zero gradients).
 """
@@ -21,17 +21,17 @@ import triton.language as tl
 
 FAMILY = "cconv"
 
-# Channels a CTA covers at most, warps, rows a group, groups in flight (1: plain loads), CTAs resident on one multiprocessor.
-# On sm_90, 8 bf16 channels a thread make the 16-byte copies.
-FWD = {"BD": 1024, "warps": 4, "G": 4, "stages": 4, "ctas": 4}
-BWD = {"BD": 1024, "warps": 4, "G": 4, "stages": 3, "ctas": 3}
+# BD: channels of a CTA at most; G: rows of a group; stages: groups on their way and at work (1: plain loads); ctas: how
+# many fit on one multiprocessor (64 and 96 registers a thread); regs: a cap on registers, or None.
+FWD = {"BD": 512, "warps": 4, "G": 4, "stages": 4, "ctas": 8, "regs": None}
+BWD = {"BD": 512, "warps": 4, "G": 4, "stages": 3, "ctas": 5, "regs": None}
 MIN_ROWS = 16  # a shorter strip would read mostly halo
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 FAST_SIGMOID = tl.constexpr(not INTERPRETED)
 
 
-# ------------------------------------------------------------------------------------------------------ device functions
+# ----------------------------------------------------------------------------------------------------- device functions
 @triton.jit
 def _sigmoid(z):
     """1 / (1 + 2^(-z log2 e)) in four instructions; the interpreter has no inline assembly."""
@@ -98,7 +98,7 @@ def _put(p, b, m_d, EVEN: tl.constexpr):
 
 @triton.jit
 def _past(p_x, sx_t, h0, n, t, bos, k: tl.constexpr, o_d, m_d, D, W: tl.constexpr):
-    """X[t - k] where p_x points at row t: of x inside the sequence, of its initial state before it, zeros without one."""
+    """X[t - k], p_x being at row t: of x inside the sequence, of its initial state before it, zeros without one."""
     b = _row_if(p_x - k * sx_t, t - k >= bos, m_d)
     if h0 is not None:
         slot = t - k - bos + W
@@ -172,7 +172,7 @@ def _place(D, L, NS, T, BD: tl.constexpr):
     return i_s, i_b, a, tl.minimum(a + L, T), o_d
 
 
-# --------------------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------------------- forward
 @triton.jit
 def _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W: tl.constexpr, SILU: tl.constexpr,
              RESIDUAL: tl.constexpr, EVEN: tl.constexpr):
@@ -185,7 +185,7 @@ def _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W: tl.constexpr
 
 
 @triton.jit
-def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, sr_t, o_d, m_d, w0, w1, w2, w3, b_b,
+def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
                W: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr):
     """Rows [a, e) of the sequence that starts at row bos. x, y and residual point at their channels of row 0."""
     RESIDUAL: tl.constexpr = residual is not None
@@ -193,7 +193,7 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, sr_t, o_d, m_d, w0, w1
     p_y = y + a.to(tl.int64) * D
     p_r = p_y
     if RESIDUAL:
-        p_r = residual + a.to(tl.int64) * sr_t
+        p_r = residual + a.to(tl.int64) * D
     x1, x2, x3 = _ring(p_x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
     groups = (e - a) // G
     for _ in tl.range(0, groups, num_stages=STAGES):
@@ -208,7 +208,7 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, sr_t, o_d, m_d, w0, w1
             x2 = x1
             x1 = x0
             p_y += D
-            p_r += sr_t
+            p_r += D
     for _ in range(a + groups * G, e):
         x0 = _row(p_x, m_d, EVEN).to(tl.float32)
         _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
@@ -217,7 +217,7 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, sr_t, o_d, m_d, w0, w1
         x1 = x0
         p_x += sx_t
         p_y += D
-        p_r += sr_t
+        p_r += D
 
 
 @triton.jit(do_not_specialize=["N", "T", "L", "NS"])
@@ -226,15 +226,15 @@ def conv_fwd_kernel(
     y,             # [B, T, D] contiguous
     weight,        # [D, W]
     bias,          # [D] or None
-    residual,      # [B, T, D] by strides, or None
+    residual,      # [B, T, D] contiguous, or None
     h0,            # [N, D, W] or None
     cu_seqlens,    # [N + 1] or None
-    N, T, D, L, NS, sx_n, sx_t, sx_d, sr_n, sr_t, sr_d,
+    N, T, D, L, NS, sx_n, sx_t, sx_d,
     W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr,
-    X_UNIT: tl.constexpr, R_UNIT: tl.constexpr, STAGES: tl.constexpr,
+    X_UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):
     """One CTA: L rows of one batch row, BD channels."""
-    i_s, i_b, a, e, o_d = _place(D, L, NS, T, BD)
+    _, i_b, a, e, o_d = _place(D, L, NS, T, BD)
     m_d = o_d < D
     w0, w1, w2, w3 = _lags(weight, o_d, m_d, W)
     b_b = None
@@ -243,9 +243,9 @@ def conv_fwd_kernel(
     x += i_b.to(tl.int64) * sx_n + _channels(o_d, sx_d, X_UNIT)
     y += i_b.to(tl.int64) * T * D + o_d
     if residual is not None:
-        residual += i_b.to(tl.int64) * sr_n + _channels(o_d, sr_d, R_UNIT)
+        residual += i_b.to(tl.int64) * T * D + o_d
     if cu_seqlens is None:
-        _fwd_piece(x, y, residual, h0, i_b, a, e, a * 0, D, sx_t, sr_t, o_d, m_d, w0, w1, w2, w3, b_b,
+        _fwd_piece(x, y, residual, h0, i_b, a, e, a * 0, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
                    W, G, SILU, EVEN, STAGES)
     else:
         n = _first_sequence(cu_seqlens, N, a)
@@ -253,7 +253,7 @@ def conv_fwd_kernel(
             bos = tl.load(cu_seqlens + n).to(tl.int32)
             stop = tl.minimum(e, tl.load(cu_seqlens + n + 1).to(tl.int32))
             if a < stop:
-                _fwd_piece(x, y, residual, h0, n, a, stop, bos, D, sx_t, sr_t, o_d, m_d, w0, w1, w2, w3, b_b,
+                _fwd_piece(x, y, residual, h0, n, a, stop, bos, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
                            W, G, SILU, EVEN, STAGES)
             a = tl.maximum(a, stop)
             n += 1
@@ -274,7 +274,7 @@ def conv_ht_kernel(x, h0, ht, cu_seqlens, T, D, sx_n, sx_t, sx_d, W: tl.constexp
         tl.store(ht + n.to(tl.int64) * D * W + o_d * W + w, b.to(ht.dtype.element_ty), mask=m_d)
 
 
-# -------------------------------------------------------------------------------------------------------------- backward
+# ------------------------------------------------------------------------------------------------------------- backward
 @triton.jit
 def _grad(dy, z, SILU: tl.constexpr):
     """Gradient of the pre-activation z."""
@@ -312,7 +312,7 @@ def _dx(g0, g1, g2, g3, w0, w1, w2, w3, W: tl.constexpr):
 @triton.jit
 def _bwd_edge(p_x, p_dy, inside, own, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d,
               W: tl.constexpr, SILU: tl.constexpr):
-    """A row near an end: its gradient is 0 unless `inside` the sequence, and it enters the sums if the strip's `own`."""
+    """A row near an end: its gradient is 0 unless `inside` the sequence; it enters the sums if the strip's `own`."""
     x0 = _row_if(p_x, inside, m_d)
     g0 = _grad(_row_if(p_dy, inside, m_d), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
     d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, tl.where(own, g0, 0.0), x0, x1, x2, x3, W)
@@ -489,7 +489,7 @@ def conv_dh0_kernel(x, dy, weight, bias, h0, dht, dh0, cu_seqlens, T, D, sx_n, s
         tl.store(dh0 + o_h + j, d.to(dh0.dtype.element_ty), mask=m_d)
 
 
-# ------------------------------------------------------------------------------------------------------------------ host
+# ----------------------------------------------------------------------------------------------------------------- host
 def supports(p) -> tuple[bool, str]:
     if p.W not in (2, 3, 4):
         return False, f"needs W in 2..4, got {p.W}"
@@ -542,20 +542,22 @@ def _launch(x, W: int, cfg: dict, itemsize: int, extra: int, cu_seqlens) -> tupl
     return (B * NS * ND,), L, NS, BD, warps
 
 
+def _packed(*tensors):
+    return (None if t is None else t.contiguous() for t in tensors)
+
+
 def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
     """x [B,T,D], weight [D,W], bias [D], residual [B,T,D], h0 [N,D,W] -> y [B,T,D] contiguous, ht [N,D,W] or None."""
     B, T, D = x.shape
     W = weight.shape[1]
     y = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    weight = weight.contiguous()
-    h0 = None if h0 is None else h0.contiguous()
+    weight, residual, h0 = _packed(weight, residual, h0)
     if y.numel():
         grid, L, NS, BD, warps = _launch(x, W, FWD, x.element_size(), 0, cu_seqlens)
-        rs = (0, 0, 0) if residual is None else residual.stride()
         conv_fwd_kernel[grid](
-            x, y, weight, bias, residual, h0, cu_seqlens, p.N, T, D, L, NS, *x.stride(), *rs,
+            x, y, weight, bias, residual, h0, cu_seqlens, p.N, T, D, L, NS, *x.stride(),
             W=W, BD=BD, G=FWD["G"], SILU=p.activation == "silu", EVEN=D % BD == 0,
-            X_UNIT=x.stride(2) == 1, R_UNIT=rs[2] == 1, STAGES=FWD["stages"], num_warps=warps,
+            X_UNIT=x.stride(2) == 1, STAGES=FWD["stages"], num_warps=warps, maxnreg=FWD["regs"],
         )
     ht = None
     if p.output_final_state:
@@ -569,7 +571,7 @@ def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
 
 
 def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
-    """-> dx [B,T,D] contiguous in x's dtype, dw, db and dh0 in their inputs' dtypes (None without), dresidual: dy itself."""
+    """-> dx [B,T,D] contiguous in x's dtype; dw, db, dh0 in their inputs' dtypes or None; dresidual is dy itself."""
     B, T, D = x.shape
     W = weight.shape[1]
     silu = p.activation == "silu"
@@ -577,9 +579,7 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
     dw = torch.zeros(weight.shape, dtype=weight.dtype, device=x.device)
     db = None if bias is None else torch.zeros_like(bias)
-    weight = weight.contiguous()
-    h0 = None if h0 is None else h0.contiguous()
-    dht = None if dht is None else dht.contiguous()
+    weight, h0, dht = _packed(weight, h0, dht)
     units = {"X_UNIT": x.stride(2) == 1, "DY_UNIT": dy.stride(2) == 1}
     if dx.numel():
         extra = W - 1 if dht is None else W
@@ -587,7 +587,8 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
         partial = torch.empty((B * NS, rows, D), dtype=torch.float32, device=x.device)
         conv_bwd_kernel[grid](
             x, dy, dx, partial, weight, bias, h0, dht, cu_seqlens, p.N, T, D, L, NS, *x.stride(), *dy.stride(),
-            W=W, BD=BD, G=BWD["G"], SILU=silu, EVEN=D % BD == 0, STAGES=BWD["stages"], num_warps=warps, **units,
+            W=W, BD=BD, G=BWD["G"], SILU=silu, EVEN=D % BD == 0, STAGES=BWD["stages"], **units,
+            num_warps=warps, maxnreg=BWD["regs"],
         )
         BC = min(32, triton.next_power_of_2(D))
         conv_sum_kernel[(triton.cdiv(D, BC), rows)](

@@ -1,13 +1,15 @@
-"""The short causal depthwise convolution in plain torch: every output and every gradient written out, in any float dtype.
+"""The short causal depthwise convolution in plain torch: every output and gradient written out, in any float dtype.
 
     z[t] = bias + sum_w weight[:, w] * X[t - (W-1) + w]        X[t] is x[t] for t >= 0 and h0[:, :, t + W] for t < 0
     y[t] = act(z[t]) + residual[t]                             act is the identity or silu
     ht   = X[T-W .. T-1], the last W inputs of each sequence
 
-Sequences are the batch rows, or the runs that `cu_seqlens` marks in one packed row; they may be empty or shorter than the
-window. Arithmetic runs in the widest dtype among the operands, at least fp32; results are cast as the kernels cast theirs.
-Autograd is not used: this is the definition that kernels, and autograd itself, are checked against.
+Sequences are the batch rows, or the runs that `cu_seqlens` marks in one packed row; they may be empty or shorter than
+the window. Arithmetic runs in the widest dtype among the operands, at least fp32; results are cast as the kernels cast
+theirs. Autograd is not used: this is the definition that kernels are checked against.
 """
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ def _spans(x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
     if cu_seqlens is None:
         return [(b, 0, T) for b in range(B)]
     ends = cu_seqlens.tolist()
-    return [(0, s, e) for s, e in zip(ends[:-1], ends[1:], strict=True)]
+    return [(0, s, e) for s, e in itertools.pairwise(ends)]
 
 
 def _wide(*tensors: Tensor | None) -> torch.dtype:
@@ -52,7 +54,7 @@ def conv_fwd(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [B,T,D], weight [D,W], bias [D], residual [B,T,D], h0 [N,D,W] -> y [B,T,D], ht [N,D,W] (or None) in x's dtype."""
+    """x, residual [B,T,D], weight [D,W], bias [D], h0 [N,D,W] -> y [B,T,D] and ht [N,D,W] or None, in x's dtype."""
     W = weight.shape[1]
     dtype = _wide(x, weight, bias, residual, h0)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -84,7 +86,10 @@ def conv_bwd(
     has_residual: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """Gradients of `conv_fwd`: dx (x's dtype), dw (weight's), db (bias's), dresidual (dy itself), dh0 (h0's); None where no input."""
+    """Gradients of `conv_fwd`, each in its input's dtype, None where there is no input; dresidual is dy itself.
+
+    The sequence's W inputs before its first row are h0's; the first of them reaches ht alone, when the row is empty.
+    """
     D, W = weight.shape
     dtype = _wide(x, weight, bias, h0, dy)
     w_wide = weight.to(dtype)
