@@ -8,7 +8,7 @@ import time
 import nbformat
 import pytest
 
-from loop import processes, rows, run
+from loop import execute, processes, rows, run
 
 PARAMETERS = ("idea: str = '000'\nseed: int = 0  # of the inputs", ["parameters"])
 RECORD = """
@@ -32,7 +32,7 @@ def root(tmp_path, monkeypatch):
     return root
 
 
-def execute(root, *cells, **kwargs):
+def run_cells(root, *cells, **kwargs):
     """Run a notebook of the given cells, each (source, tags) or a source alone."""
     nb = nbformat.v4.new_notebook()
     for number, cell in enumerate((PARAMETERS, *cells)):
@@ -45,7 +45,7 @@ def execute(root, *cells, **kwargs):
 
 def test_passes_with_a_row_and_takes_parameters(root):
     seen = []
-    result = execute(
+    result = run_cells(
         root,
         "assert seed == 7 and type(seed) is int\nprint('seed is', seed)",
         PASS,
@@ -71,7 +71,7 @@ def test_passes_with_a_row_and_takes_parameters(root):
     pytest.param([WRONG, "1"], "WRONG_VALUE", "dq: error 0.1", id="a row that fails"),
 ])  # fmt: skip
 def test_failures_have_their_own_status_and_a_row(root, cells, status, says):
-    result = execute(root, *cells)
+    result = run_cells(root, *cells)
     assert (result.status, result.ok) == (status, False)
     assert says in result.message
     assert "\n" not in result.message
@@ -81,7 +81,7 @@ def test_failures_have_their_own_status_and_a_row(root, cells, status, says):
 
 
 def test_timeout(root):
-    result = execute(root, "import time; time.sleep(60)", PASS, timeout=2)
+    result = run_cells(root, "import time; time.sleep(60)", PASS, timeout=2)
     assert result.status == "TIMEOUT"
     assert "code cell 2 (untagged) ran past 2 s" in result.message
     assert result.seconds < 30
@@ -89,7 +89,7 @@ def test_timeout(root):
 
 
 def test_unknown_parameter_runs_nothing(root):
-    result = execute(root, "raise SystemError", parameters={"sed": 1})
+    result = run_cells(root, "raise SystemError", parameters={"sed": 1})
     assert result.status == "UNKNOWN_PARAMETER"
     assert result.message == "unknown parameter 'sed'; the notebook has idea, seed"
     assert result.notebook is None
@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(root):
     assert "\n" not in str(error.value)
     (root / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write to .*--out"):
-        execute(root, PASS, out=root / "file")
+        run_cells(root, PASS, out=root / "file")
 
 
 def test_reap_ends_what_outlived_its_run():
@@ -120,11 +120,11 @@ def test_reap_ends_what_outlived_its_run():
 
 
 def test_parameters_from_the_command_line_keep_the_types_of_their_defaults(root):
-    execute(root, PASS)
+    run_cells(root, PASS)
     nb = nbformat.read(root / "ideas/000-fla/bench.ipynb", as_version=4)
-    assert run.typed(nb, ["idea=0012345", "seed=3"]) == {"idea": "0012345", "seed": 3}
-    assert run.typed(nb, ["nobody=12e4567"]) == {"nobody": "12e4567"}
+    assert execute.typed(nb, ["idea=0012345", "seed=3"]) == {"idea": "0012345", "seed": 3}
+    assert execute.typed(nb, ["nobody=12e4567"]) == {"nobody": "12e4567"}
     with pytest.raises(ValueError, match=r"seed='x'.*int"):
-        run.typed(nb, ["seed=x"])
+        execute.typed(nb, ["seed=x"])
     with pytest.raises(ValueError, match="NAME=VALUE"):
-        run.typed(nb, ["seed"])
+        execute.typed(nb, ["seed"])

@@ -1,0 +1,91 @@
+"""`./ladder demo`: the main job, once, on whatever this machine has.
+
+Runs an idea's notebook through papermill (tiny cases with interpreted kernels on a CPU, production cases on a GPU) and
+ends with its checks, times and verdicts, and where the executed notebook and the page lie.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from loop import env, page, registry, rows, run
+
+
+def demo(idea: str | None = None, out: Path | None = None) -> int:
+    """Run it; returns 0 only if the idea passed. ValueError in one line for an unknown idea or an unwritable folder."""
+    console = Console()
+    chosen = registry.find(idea) if idea else best()
+    device = env.device_name()
+    where = (
+        "this CPU: tiny cases, interpreted kernels, times that say nothing about a GPU" if device == "cpu" else device
+    )
+    console.print(f"Idea {chosen.name} through its notebook, on {where}", highlight=False)
+    result = run.run(chosen.id, out=out, on_cell=run.say_cell)
+    show(console, result)
+    base = out or run.out_folder()
+    index = page.write_index(base / "index.html", [result], leaderboard(), title="kernel-fun demo")
+    for label, path in (("notebook", result.notebook), ("its page", result.html), ("index", index)):
+        if path:
+            console.print(f"{label:9} {path}", highlight=False, soft_wrap=True)
+    return int(not result.ok)
+
+
+def best() -> registry.Idea:
+    """The promoted idea with the highest number, else any that loads, else the baseline."""
+    usable = [i for i in registry.all_ideas() if i.error is None and (i.folder / "bench.ipynb").exists()]
+    if not usable:
+        raise ValueError("no idea has a notebook; ./ladder new makes one")
+    promoted = [i for i in usable if registry.front_matter(i.folder).get("status") == "promoted"]
+    return (promoted or usable)[-1]
+
+
+def leaderboard() -> list[dict]:
+    from loop import board
+
+    return [e.model_dump() if hasattr(e, "model_dump") else e for e in board.entries()]
+
+
+def show(console: Console, result: run.RunResult) -> None:
+    """The checks, times and verdicts of a run, or why it has none."""
+    checks = Table("arm", "case", "output", "error", "limit", "", title="checks", title_justify="left", box=None)
+    times = Table(
+        "arm",
+        "against",
+        "mode",
+        "ms",
+        "its ms",
+        "ratio",
+        "interval",
+        "verdict",
+        title="times",
+        title_justify="left",
+        box=None,
+    )
+    seen = set()
+    for row in result.rows:
+        if row.check and row.arm not in seen:
+            seen.add(row.arm)
+            for name, e in row.check.errors.items():
+                within = e.error is not None and e.limit is not None and e.error <= e.limit
+                checks.add_row(
+                    row.arm, row.case, name, _number(e.error), _number(e.limit), "ok" if within else "[red]too far[/]"
+                )
+        if row.perf:
+            _add_time(times, row)
+    if checks.row_count:
+        console.print(checks)
+    if times.row_count:
+        console.print(times)
+    color = "green" if result.ok else "red"
+    console.print(f"[{color}]{result.status}[/] {result.message}", highlight=False)
+
+
+def _add_time(times: Table, row: rows.Row) -> None:
+    perf = row.perf
+    times.add_row(row.arm, row.baseline, row.mode, f"{perf.ms:.3f}", f"{perf.baseline_ms:.3f}", f"{perf.ratio:.3f}",
+                  f"{perf.ci_low:.3f} to {perf.ci_high:.3f}", perf.verdict)  # fmt: skip
+
+
+def _number(x: float | None) -> str:
+    return "not finite" if x is None else f"{x:.2e}"

@@ -1,0 +1,180 @@
+"""Executes a notebook with papermill and classifies what happened, without believing papermill's metadata.
+
+papermill marks every cell completed when the kernel dies or a cell times out, exits 0 on `sys.exit(0)`, and accepts a
+parameter that the notebook does not have (TRAPS.md). What is trusted here: the exception that reaches us, the execution
+counts and error outputs of the cells, and the rows on disk.
+"""
+
+import ast
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loop import registry
+
+START_TIMEOUT = 120  # seconds for the kernel to answer
+
+
+def defaults(nb) -> dict[str, object]:
+    """Name -> default of every parameter in the cell tagged `parameters`."""
+    from papermill.inspection import _infer_parameters
+
+    return {p.name: ast.literal_eval(p.default) for p in _infer_parameters(nb, name="python3", language="python")}
+
+
+def typed(nb, assignments: Sequence[str]) -> dict[str, object]:
+    """`NAME=VALUE` texts as parameters with the types of the notebook's defaults. ValueError in one line.
+
+    Left to itself, papermill would read `12e4567` as infinity and `0012` as 12; here a string parameter stays a string.
+    """
+    known = defaults(nb)
+    values = {}
+    for text in assignments:
+        name, sep, value = text.partition("=")
+        if not sep or not name:
+            raise ValueError(f"parameter {text!r}: write NAME=VALUE")
+        kind = type(known.get(name, ""))
+        try:
+            values[name] = value if kind is str else kind(ast.literal_eval(value))
+        except (ValueError, SyntaxError):
+            raise ValueError(
+                f"parameter {name}={value!r}: expected {kind.__name__}, as in {name}={known[name]!r}"
+            ) from None
+    return values
+
+
+def classify(nb, mine) -> tuple[str, str]:
+    """Status and one-line message of an executed notebook whose kernel lived and whose cells did not time out.
+
+    `mine` are the rows of the idea itself in this run; a failure of another arm is not the idea's.
+    """
+    cells = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+    wrong = next((r for r in mine if r.status != "PASSED"), None)
+    for number, cell in enumerate(cells, 1):
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                where = f"code cell {number} ({_tag(cell)}): {output.ename}: {one_line(output.evalue)}"
+                if output.ename == "SystemExit":
+                    return "EXITED", f"{where} ended the notebook; {len(cells) - number} cells were skipped"
+                if wrong:
+                    return wrong.status, one_line(wrong.reason)
+                return "IMPORT_ERROR" if output.ename == "IdeaError" else "ERROR", where
+    if idle := [n for n, cell in enumerate(cells, 1) if cell.execution_count is None]:
+        return "EXITED", f"code cell {idle[0]} of {len(cells)} did not run"
+    if not mine:
+        return "NO_VERDICT", "every cell ran, but no row was recorded in this run"
+    if wrong:
+        return wrong.status, one_line(wrong.reason)
+    return "PASSED", f"{len(mine)} row{'s' if len(mine) > 1 else ''} recorded"
+
+
+def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str] | None:
+    """Run papermill. None when the notebook came to an end, by itself or by an error that its outputs show."""
+    import papermill
+    from nbclient.exceptions import CellTimeoutError
+
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    progress = _Progress(nb, on_cell)
+    papermill.engines.papermill_engines.register("loop", _engine(progress))
+    try:
+        papermill.execute_notebook(
+            nb,
+            str(executed).replace("{", "{{").replace("}", "}}"),
+            parameters,
+            engine_name="loop",
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            cwd=str(registry.root()),
+            execution_timeout=int(timeout) or 1,
+            start_timeout=START_TIMEOUT,
+            autosave_cell_every=0,
+            config=_transport(),
+        )
+    except papermill.PapermillExecutionError:
+        return None
+    except CellTimeoutError:
+        return "TIMEOUT", f"{progress.where()} ran past {timeout:g} s"
+    except RuntimeError as e:  # DeadKernelError, or a kernel that died before it answered
+        return "KERNEL_DIED", f"{progress.where()}: {one_line(str(e))}"
+    return None
+
+
+def _transport():
+    """Unix sockets, where their paths are short enough: ports collide when several kernels start at once."""
+    from jupyter_core.paths import jupyter_runtime_dir
+    from traitlets.config import Config
+
+    longest = len(os.path.join(jupyter_runtime_dir(), f"kernel-{'0' * 36}-ipc-5"))
+    return Config({"KernelManager": {"transport": "ipc"}} if longest < 100 else {})
+
+
+class _Progress:
+    """Which code cell runs now."""
+
+    def __init__(self, nb, on_cell):
+        self.total = sum(c.cell_type == "code" for c in nb.cells)
+        self.number, self.tag, self.on_cell = 0, "start", on_cell
+
+    def started(self, cell):
+        if cell.cell_type == "code" and "injected-parameters" not in cell.metadata.get("tags", []):
+            self.number, self.tag = self.number + 1, _tag(cell)
+            if self.on_cell:
+                self.on_cell(self.number, self.total, self.tag)
+
+    def where(self) -> str:
+        return f"code cell {self.number} ({self.tag})"
+
+
+def _engine(progress: _Progress):
+    """papermill's own engine, telling `progress` about every cell before it starts."""
+    from papermill.engines import NBClientEngine
+
+    class Watched(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, nb_man, kernel_name, **kwargs):
+            start = nb_man.cell_start
+
+            def cell_start(cell, cell_index=None, **kw):
+                progress.started(cell)
+                return start(cell, cell_index, **kw)
+
+            nb_man.cell_start = cell_start
+            super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+
+    return Watched
+
+
+def python_path() -> str:
+    """PYTHONPATH for child processes: this checkout first, installed or not."""
+    checkout = Path(__file__).resolve().parents[1]
+    ours = [str(checkout), str(checkout / "package" / "src")]
+    given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part not in ours]
+    return os.pathsep.join([*ours, *given])
+
+
+@contextlib.contextmanager
+def environment(run_id: str) -> Iterator[None]:
+    """What the kernel inherits: the run id, and where this checkout's modules are."""
+    changes = {"LOOP_RUN_ID": run_id, "PYTHONPATH": python_path(), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _tag(cell) -> str:
+    return next((t for t in cell.metadata.get("tags", []) if t.startswith("loop:") or t == "parameters"), "untagged")
+
+
+def one_line(text: str, width: int = 200) -> str:
+    line = " ".join(str(text).split())
+    return line if len(line) <= width else line[: width - 1] + "…"

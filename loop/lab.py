@@ -1,0 +1,15 @@
+"""`./ladder open NNN`: JupyterLab on an idea's notebook, with this checkout's modules importable in its kernels."""
+
+import os
+import subprocess
+import sys
+
+from loop import execute, registry
+
+
+def open_lab(idea: str) -> int:
+    """Serve JupyterLab until it is stopped; returns its exit code. ValueError for an unknown idea."""
+    folder = registry.folder(idea)
+    notebook = folder / "bench.ipynb"
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={registry.root()}", str(notebook)]
+    return subprocess.call(command, cwd=registry.root(), env={**os.environ, "PYTHONPATH": execute.python_path()})

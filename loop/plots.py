@@ -1,0 +1,97 @@
+"""The notebooks' plots: error per output against its limit, time against baseline and floor, the stages' budgets.
+
+Each is a `Picture`: SVG with a text alternative, drawn without pyplot so that it needs no window and no backend.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from loop import contract, rows
+
+OURS, THEIRS, SOFT, LIMIT = "#2458c5", "#c46a1b", "#9aa3af", "#b3261e"
+
+
+class Picture:
+    """An SVG image and the sentence that says what it shows."""
+
+    def __init__(self, figure: Figure, alt: str):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+        self.svg, self.alt = buffer.getvalue(), alt
+
+    def __repr__(self) -> str:
+        return f"[{self.alt}]"
+
+    def _repr_html_(self) -> str:
+        data = base64.b64encode(self.svg.encode()).decode()
+        alt = html.escape(self.alt, quote=True)
+        image = f"<img alt='{alt}' src='data:image/svg+xml;base64,{data}' style='background:#fff'>"
+        return f"<figure style='margin:0 0 1rem'>{image}</figure>"
+
+
+def errors(check: rows.Check, title: str) -> Picture:
+    """Relative RMS error of every output as a share of its limit, the baseline's beside it, on a log axis."""
+    names = [name for name, e in check.errors.items() if e.error is not None and e.limit]
+    figure = Figure(figsize=(8, 0.8 + 0.34 * max(len(names), 1)))
+    axes = figure.subplots()
+    for y, name in enumerate(names):
+        e = check.errors[name]
+        axes.barh(y, max(e.error / e.limit, 1e-4), height=0.38, color=OURS, label="this arm" if y == 0 else None)
+        if e.baseline_error:
+            axes.barh(y + 0.4, e.baseline_error / e.limit, height=0.3, color=SOFT, label="fla" if y == 0 else None)
+    axes.axvline(1.0, color=LIMIT, linewidth=1.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="error as a share of its limit (red line)", title=title)
+    if names:
+        axes.legend(loc="lower left", fontsize=8)
+    worst = max(names, key=lambda n: check.errors[n].error / check.errors[n].limit, default="none")
+    return Picture(figure, f"{title}. Outputs: {', '.join(names) or 'none'}; closest to its limit: {worst}.")
+
+
+def times(found: Sequence[rows.Row], title: str) -> Picture:
+    """Median time of every arm of a run, the baseline first, with the spread of its blocks and the floor as a line."""
+    bars = {row.baseline: row.perf.baseline_block_ms for row in found if row.perf}
+    bars |= {row.arm: row.perf.block_ms for row in found if row.perf}
+    floor = next((row.perf.floor_ms for row in found if row.perf and row.perf.floor_ms), None)
+    figure = Figure(figsize=(8, 1.0 + 0.4 * max(len(bars), 1)))
+    axes = figure.subplots()
+    for y, (name, samples) in enumerate(bars.items()):
+        middle = sorted(samples)[len(samples) // 2]
+        axes.barh(y, middle, height=0.6, color=SOFT if name == "000" else OURS)
+        axes.plot([min(samples), max(samples)], [y, y], color="black", linewidth=1)
+        axes.text(middle, y, f" {middle:.3f} ms", va="center", fontsize=8)
+    if floor:
+        axes.axvline(floor, color=LIMIT, linewidth=1.5, label=f"floor {floor:.3f} ms")
+        axes.legend(loc="lower right", fontsize=8)
+    axes.set_yticks(range(len(bars)), bars)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms per call, median of blocks; the line spans all blocks", title=title)
+    axes.margins(x=0.15)
+    said = "; ".join(f"{name} {sorted(samples)[len(samples) // 2]:.3f} ms" for name, samples in bars.items())
+    return Picture(figure, f"{title}. {said}" + (f"; floor {floor:.3f} ms." if floor else "."))
+
+
+def stages(family: str, p, spans: Sequence[str], title: str) -> Picture:
+    """Floor of every stage run by itself (its tensors once through memory, its products), the idea's span in colour."""
+    table = contract.cost_table(family, p)
+    mine = {name for span in spans for name in contract.parse_span(family, span)}
+    figure = Figure(figsize=(8, 0.8 + 0.26 * len(table)))
+    axes = figure.subplots()
+    axes.barh(
+        range(len(table)),
+        [1e3 * row["floor_ms"] for row in table],
+        color=[OURS if r["stage"] in mine else SOFT for r in table],
+    )
+    axes.set_yticks(range(len(table)), [row["stage"] for row in table], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="floor of the stage by itself, µs on an H200", title=title)
+    top = max(table, key=lambda row: row["floor_ms"])
+    whole = ", ".join(spans) or "no stage"
+    return Picture(
+        figure, f"{title}. This idea replaces {whole}. Largest floor: {top['stage']}, {1e3 * top['floor_ms']:.3g} µs."
+    )
