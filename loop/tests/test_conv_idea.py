@@ -67,7 +67,7 @@ def assert_matches(out, ref, dtype):
         assert error < TOL[dtype], f"{name}: {error:.2e}"
 
 
-CU = [0, 0, 1, 3, 3, 20, 45, 45]  # empty at both ends and inside, one token, shorter than the window
+CU = [0, 0, 1, 3, 3, 14, 29, 29]  # empty at both ends and inside, one token, shorter than the window
 
 
 def autograd(c):
@@ -99,7 +99,7 @@ def autograd(c):
 @pytest.mark.parametrize("cu", [None, CU])
 @pytest.mark.parametrize("on", [True, False])
 def test_reference_is_the_derivative(W, cu, on):
-    c = make(1 if cu else 2, 45, 6, W, act="silu" if on else None, bias=on, residual=on, h0=on, ht=on, cu=cu)
+    c = make(1 if cu else 2, 29, 6, W, act="silu" if on else None, bias=on, residual=on, h0=on, ht=on, cu=cu)
     got, want = both(reference.STAGES, c), autograd(c)
     for name, t in want.items():
         assert (t is None) == (got[name] is None), name
@@ -107,37 +107,34 @@ def test_reference_is_the_derivative(W, cu, on):
             torch.testing.assert_close(got[name], t, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize(("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)])
 @pytest.mark.parametrize("cu", [None, CU])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_all_features_at_once(idea, W, cu, dtype):
-    c = make(1 if cu else 2, 45, 40, W, cu=cu, dtype=dtype)
+    c = make(1 if cu else 2, 29, 40, W, cu=cu, dtype=dtype)
     assert_matches(both(idea.SPANS, c), both(reference.STAGES, in_fp64(c)), dtype)
 
 
 @pytest.mark.parametrize("flags", [
     {}, {"act": "silu"}, {"bias": True}, {"residual": True}, {"h0": True}, {"ht": True}, {"h0": True, "act": "silu"},
 ], ids=str)
-@pytest.mark.parametrize("cu", [None, CU])
-def test_each_feature_alone(idea, flags, cu):
+def test_each_feature_alone(idea, flags):
     flags = {"act": None, "bias": False, "residual": False, "h0": False, "ht": False} | flags
-    c = make(1 if cu else 2, 45, 64, 4, cu=cu, dtype=torch.float32, **flags)
+    c = make(2, 18, 64, 4, dtype=torch.float32, **flags)
     assert_matches(both(idea.SPANS, c), both(reference.STAGES, in_fp64(c)), torch.float32)
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8, 33])
-@pytest.mark.parametrize("W", [2, 4])
+@pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (3, 4), (4, 4), (7, 4), (18, 4), (1, 2), (2, 2), (2, 3)])
 def test_short_and_ragged_rows(idea, T, W):
-    c = make(3, T, 48, W, dtype=torch.float32)
+    c = make(2, T, 48, W, dtype=torch.float32)
     assert_matches(both(idea.SPANS, c), both(reference.STAGES, in_fp64(c)), torch.float32)
 
 
-@pytest.mark.parametrize("rows", [4, 5, 6, 7, 16, 19])
-@pytest.mark.parametrize("cu", [None, CU, [0, 15, 16, 17, 19, 45]])
+@pytest.mark.parametrize("rows", [4, 7, 16])
+@pytest.mark.parametrize("cu", [None, CU, [0, 9, 10, 11, 13, 29]])
 def test_strips_join(idea, rows, cu, monkeypatch):
     """Any strip length gives the same result: windows, trailing gradients and dht across cuts."""
     monkeypatch.setattr(idea, "_strip_rows", lambda *args: rows)
-    c = make(1 if cu else 2, 45, 32, 4, cu=cu, dtype=torch.float32)
+    c = make(1 if cu else 2, 29, 32, 4, cu=cu, dtype=torch.float32)
     assert_matches(both(idea.SPANS, c), both(reference.STAGES, in_fp64(c)), torch.float32)
 
 
@@ -188,7 +185,7 @@ def test_dtypes_of_the_outputs(idea):
 
 
 def test_same_inputs_same_bits(idea):
-    c = make(2, 45, 40, 4, dtype=torch.bfloat16)
+    c = make(2, 29, 40, 4, dtype=torch.bfloat16)
     first, second = both(idea.SPANS, c), both(idea.SPANS, c)
     assert all(torch.equal(first[n], second[n]) for n in first)
 
