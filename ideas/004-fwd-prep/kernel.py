@@ -1,0 +1,294 @@
+"""fwd.norm .. fwd.intra in one kernel: program = (chunk, value head), raw q, k, g read once.
+
+Parent: 000-fla.
+Delta: fla runs norm (twice), sigmoid, gate + cumsum, the per-token diagonal, the off-diagonal + solve as six kernels. Here one program
+keeps its 64 x K tiles in registers as [row in group, group, K] (8 groups of 8 rows, a group's rows in one thread) and every score is a
+tensor-core product of two factored operands:
+    levels 8, 16, 32   target rows times 2^(decay since the boundary), source rows times 2^(decay up to it); both exponents <= 0
+    inside 8 rows      the same at 1, 2, 4 ("tree"), or one product anchored mid-group: a step's decay is floored at 2^-32, so the factors
+                       stay within 2^+-112 ("two-sided", bf16 only)
+The r = s pairs of Aqk are plain dots. The norms are applied to the finished scores: row and column scalings commute with the products.
+(I + L)^-1 is block doubling A21 = -A22 L21 A11 with 10-bit operands (fp16 for unit keys, tf32 otherwise), never a power series.
+Why it should be faster: IDEA.md (1.8 KB per token and head instead of 4.9; 5 exponentials per element instead of 9).
+Constraints: K 64 or 128; q, k bf16 or fp16; a step decays by at most 2^-32 (a mask of -1000 or -inf becomes that).
+"""
+import torch
+import triton
+import triton.language as tl
+
+FAMILY = "kda"
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _steps(x, A, bias, lower_bound, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, LOG2E: tl.constexpr, FAST: tl.constexpr):
+    """Raw gate -> log2 of the step decay, floored at -32."""
+    if HAS_BIAS:
+        x += bias
+    if GATE == "log":
+        y = x * LOG2E
+    elif GATE == "softplus":
+        x *= LOG2E
+        y = -A * tl.where(x > 20.0, x, _log2(1.0 + tl.exp2(x), FAST))
+    else:
+        if HAS_A:
+            x *= A
+        y = (lower_bound * LOG2E) / (1.0 + tl.exp2(-LOG2E * x))
+    return tl.maximum(y, -32.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _pick(x, here, axis: tl.constexpr):
+    """The one element along `axis` where `here` holds, as a copy of its bits: costs nothing where the axis lies in registers."""
+    bits = tl.where(here, x.to(tl.int32, bitcast=True), 0)
+    return tl.xor_sum(bits, axis, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _blocks(x, N: tl.constexpr, BK: tl.constexpr):
+    """[2 halves, 8 in group, 4 groups, BK] -> [64/N blocks, N rows, BK]."""
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3)), [64 // N, N, BK])
+
+
+@triton.jit
+def _halves(x, BK: tl.constexpr):
+    """[2 halves, 8 in group, 4 groups, BK] -> rows 0..31 and rows 32..63, each [32, BK]."""
+    lo, hi = tl.split(tl.permute(x, (2, 1, 3, 0)))
+    return tl.reshape(lo, [32, BK]), tl.reshape(hi, [32, BK])
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _mm(a, b, DTYPE: tl.constexpr):
+    if DTYPE == tl.float32:
+        return tl.dot(a, b, input_precision="tf32")
+    else:
+        return tl.dot(a.to(DTYPE), b.to(DTYPE))
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def _prep(
+    q, k, g, A_log, dt_bias, beta,              # raw inputs
+    qn, kn, gk, q_rstd, k_rstd, b_out, Aqk, Akk,  # outputs
+    cu_seqlens, chunk_indices,
+    scale, lower_bound, beta_scale, T, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr,
+    VARLEN: tl.constexpr, WRITE_OPERANDS: tl.constexpr,
+    TWO_SIDED: tl.constexpr, BK: tl.constexpr, VEC: tl.constexpr, OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    pid = tl.program_id(0)
+    i_hv, i_c = pid % HV, pid // HV
+    i_h = i_hv // (HV // H)
+    if VARLEN:
+        i_n = tl.load(chunk_indices + 2 * i_c).to(tl.int64)
+        i_t = tl.load(chunk_indices + 2 * i_c + 1).to(tl.int64)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        rows = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos - i_t * 64
+        t0 = bos + i_t * 64
+    else:
+        i_t = i_c % NT
+        rows = T - i_t * 64
+        t0 = (i_c // NT).to(tl.int64) * T + i_t * 64
+    rows = tl.minimum(rows, 64).to(tl.int32)
+
+    p_q = q + (t0 * H + i_h) * K
+    p_k = k + (t0 * H + i_h) * K
+    p_g = g + (t0 * HV + i_hv) * K
+    o_r = t0 * HV + i_hv
+    r = tl.arange(0, 64)
+
+    # ------------------------------------------------------------ the raw rows' own dots: squared norms, the diagonal of Aqk
+    rd = tl.arange(0, 16)[None, :, None]
+    sd = tl.arange(0, 16)[None, None, :]
+    r4 = 16 * tl.arange(0, 4)[:, None, None] + rd
+    o4 = r4 * (H * K) + tl.arange(0, K)[None, None, :]
+    a_q = tl.load(p_q + o4, mask=r4 < rows, other=0.0)
+    a_k = tl.load(p_k + o4, mask=r4 < rows, other=0.0)
+    a_kt = tl.permute(a_k, (0, 2, 1))
+    eye = rd == sd
+    qk = tl.sum(tl.where(eye, tl.dot(a_q, a_kt), 0.0), 2)
+    if L2NORM:
+        rq = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_q, tl.permute(a_q, (0, 2, 1))), 0.0), 2) + 1e-6)
+        rk = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_k, a_kt), 0.0), 2) + 1e-6)
+        if WRITE_OPERANDS:
+            if i_hv % (HV // H) == 0:
+                y = (a_q.to(tl.float32) * rq[:, :, None]).to(qn.dtype.element_ty)
+                tl.store(qn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
+                y = (a_k.to(tl.float32) * rk[:, :, None]).to(kn.dtype.element_ty)
+                tl.store(kn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
+                tl.store(q_rstd + (t0 + r) * H + i_h, tl.reshape(rq, [64]), mask=r < rows)
+                tl.store(k_rstd + (t0 + r) * H + i_h, tl.reshape(rk, [64]), mask=r < rows)
+    else:
+        rq = tl.full([4, 16], 1.0, tl.float32)
+        rk = rq
+
+    # ------------------------------------------------------------ tiles [2 halves, 8 in group, 4 groups, BK]: row = 32 h + 8 i + j
+    h = tl.arange(0, 2)[:, None, None, None]
+    j = tl.arange(0, 8)[None, :, None, None]
+    i = tl.arange(0, 4)[None, None, :, None]
+    d = tl.max_contiguous(tl.arange(0, BK), VEC)[None, None, None, :]
+    m = 32 * h + 8 * i + j < rows
+    o_qk = (8 * H * K) * i + d + (32 * H * K) * h + (H * K) * j
+    o_g = (8 * HV * K) * i + d + (32 * HV * K) * h + (HV * K) * j
+    up = i & 1
+    up2 = i & 2
+    A = 1.0
+    if HAS_A:
+        A = tl.exp2(tl.load(A_log + i_hv).to(tl.float32) * LOG2E)
+
+    q32 = tl.zeros([32, 32], tl.float32)
+    k32 = tl.zeros([32, 32], tl.float32)
+    q16 = tl.zeros([2, 32, 32], tl.float32)
+    k16 = tl.zeros([2, 32, 32], tl.float32)
+    q8 = tl.zeros([4, 16, 16], tl.float32)
+    k8 = tl.zeros([4, 16, 16], tl.float32)
+    for k0 in tl.range(0, K, BK):
+        # decays: c inside the group, X before it within its 16 or 32 rows
+        x = tl.load(p_g + k0 + o_g, mask=m, other=0.0 if GATE == "log" else float("-inf")).to(tl.float32)
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(dt_bias + i_hv * K + k0 + d).to(tl.float32)
+        c = tl.cumsum(_steps(x, A, bias, lower_bound, GATE, HAS_A, HAS_BIAS, LOG2E, FAST), 1)
+        tot = _pick(c, j == 7, 1)                                              # [2, 1, 4, BK]
+        pair = tl.sum(tl.reshape(tot, [2, 2, 2, BK]), 2, keep_dims=True)
+        pair = tl.reshape(tl.broadcast_to(pair, [2, 2, 2, BK]), [2, 1, 4, BK])
+        quad = tl.sum(tot, 2, keep_dims=True)
+        X16 = tl.where(up != 0, pair - tot, 0.0)
+        X32 = tl.where(up2 != 0, quad - pair, 0.0) + X16
+        if WRITE_OPERANDS:
+            X64 = X32 + tl.where(h != 0, tl.sum(quad, 0, keep_dims=True) - quad, 0.0)
+            tl.store(gk + o_r * K + k0 + o_g, c + X64, mask=m)
+
+        b_q = tl.load(p_q + k0 + o_qk, mask=m, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + k0 + o_qk, mask=m, other=0.0).to(tl.float32)
+
+        # scores between the halves, between 16-row blocks of a half, between 8-row groups of a block
+        f = tl.exp2(tl.where(h != 0, c + X32, quad - X32 - c))
+        k_lo, k_hi = _halves((b_k * f).to(OP), BK)
+        _, q_hi = _halves((b_q * f).to(OP), BK)
+        q32 = tl.dot(q_hi, k_lo.T, q32)
+        k32 = tl.dot(k_hi, k_lo.T, k32)
+        f = tl.exp2(tl.where(up2 != 0, 1.0, -1.0) * c + tl.where(up2 != 0, X16, pair - X16))
+        kf = _blocks((b_k * f).to(OP), 32, BK)
+        kt = tl.permute(kf, (0, 2, 1))
+        q16 = tl.dot(_blocks((b_q * f).to(OP), 32, BK), kt, q16)
+        k16 = tl.dot(kf, kt, k16)
+        f = tl.exp2(tl.where(up != 0, 1.0, -1.0) * c + tl.where(up != 0, 0.0, tot))
+        kf = _blocks((b_k * f).to(OP), 16, BK)
+        kt = tl.permute(kf, (0, 2, 1))
+        low = (rd >> 3) > (sd >> 3)
+        q8 = tl.where(low, tl.dot(_blocks((b_q * f).to(OP), 16, BK), kt, q8), q8)
+        k8 = tl.where(low, tl.dot(kf, kt, k8), k8)
+
+        # scores inside an 8-row group
+        if TWO_SIDED:
+            e = c - 0.5 * (_pick(c, j == 3, 1) + _pick(c, j == 4, 1))
+            f = tl.exp2(e)
+            kt = tl.permute(_blocks((b_k * tl.exp2(-e)).to(OP), 16, BK), (0, 2, 1))
+            low = ((rd >> 3) == (sd >> 3)) & (rd > sd)
+            q8 = tl.where(low, tl.dot(_blocks((b_q * f).to(OP), 16, BK), kt, q8), q8)
+            k8 = tl.where(low, tl.dot(_blocks((b_k * f).to(OP), 16, BK), kt, k8), k8)
+        else:
+            for lv in tl.static_range(3):
+                cl = tl.reshape(c, [2, 4 >> lv, 2 << lv, 4, BK])
+                at = tl.arange(0, 2 << lv)[None, None, :, None, None]
+                e = cl - _pick(cl, at == (1 << lv) - 1, 2)
+                f = tl.exp2(tl.reshape(tl.where(at >= (1 << lv), e, -e), [2, 8, 4, BK]))
+                kf = _blocks((b_k * f).to(OP), 16, BK)
+                kt = tl.permute(kf, (0, 2, 1))
+                low = ((rd >> lv) ^ (sd >> lv)) == 1
+                q8 = tl.where(low, tl.dot(_blocks((b_q * f).to(OP), 16, BK), kt, q8), q8)
+                k8 = tl.where(low, tl.dot(kf, kt, k8), k8)
+
+    # ------------------------------------------------------------ L = diag(beta) strict(Mkk), inverse of I + L inside 16-row blocks
+    o_b = o_r + HV * r
+    b = tl.load(beta + o_b, mask=r < rows, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b = beta_scale / (1.0 + tl.exp2(-LOG2E * b))
+        tl.store(b_out + o_b, b, mask=r < rows)
+        b = tl.where(r < rows, b, 0.0)
+    w = tl.reshape(b, [4, 16]) * rk
+    L = tl.where(rd > sd, k8 * w[:, :, None] * rk[:, None, :], 0.0)
+    Ad = tl.where(eye, 1.0, 0.0) - tl.where(((rd >> 1) == (sd >> 1)), L, 0.0)
+    for lv in tl.static_range(1, 4):
+        Ad -= _mm(_mm(Ad, tl.where(((rd >> lv) ^ (sd >> lv)) == 1, L, 0.0), INV), Ad, INV)
+
+    # ------------------------------------------------------------ inside halves
+    r3 = tl.arange(0, 32)[None, :, None]
+    s3 = tl.arange(0, 32)[None, None, :]
+    h3 = 32 * tl.arange(0, 2)[:, None, None]
+    same = (r3 >> 4) == (s3 >> 4)
+    low = (r3 >> 4) > (s3 >> 4)
+    w = tl.reshape(w, [2, 32])
+    rk = tl.reshape(rk, [2, 32])
+    rq = tl.reshape(rq, [2, 32]) * scale
+    A3 = tl.where(same, tl.reshape(tl.broadcast_to(tl.reshape(Ad, [2, 32, 1, 16]), [2, 32, 2, 16]), [2, 32, 32]), 0.0)
+    L = tl.where(low, k16 * w[:, :, None] * rk[:, None, :], 0.0)
+    A3 -= _mm(_mm(A3, L, INV), A3, INV)
+    q8 = tl.where(eye, qk[:, :, None], q8)
+    M3 = tl.where(same, tl.reshape(tl.broadcast_to(tl.reshape(q8, [2, 32, 1, 16]), [2, 32, 2, 16]), [2, 32, 32]), q16)
+    M3 = tl.where(r3 >= s3, M3 * rq[:, :, None] * rk[:, None, :], 0.0)
+    o3 = o_r * 64 + (h3 + r3) * (HV * 64) + h3 + s3
+    tl.store(Aqk + o3, M3.to(Aqk.dtype.element_ty), mask=h3 + r3 < rows)
+    tl.store(Akk + o3, A3.to(Akk.dtype.element_ty), mask=h3 + r3 < rows)
+
+    # ------------------------------------------------------------ between them
+    r2 = tl.arange(0, 32)[:, None]
+    s2 = tl.arange(0, 32)[None, :]
+    A11, A22 = tl.split(tl.permute(A3, (1, 2, 0)))
+    _, w_hi = tl.split(tl.permute(w, (1, 0)))
+    _, rq_hi = tl.split(tl.permute(rq, (1, 0)))
+    rk_lo, _ = tl.split(tl.permute(rk, (1, 0)))
+    A21 = -_mm(_mm(A22, k32 * w_hi[:, None] * rk_lo[None, :], INV), A11, INV)
+    M21 = q32 * rq_hi[:, None] * rk_lo[None, :]
+    o2 = o_r * 64 + r2 * (HV * 64) + s2
+    tl.store(Aqk + o2 + HV * 2048, M21.to(Aqk.dtype.element_ty), mask=r2 + 32 < rows)
+    tl.store(Akk + o2 + HV * 2048, A21.to(Akk.dtype.element_ty), mask=r2 + 32 < rows)
+    zero = tl.zeros([32, 32], Akk.dtype.element_ty)
+    tl.store(Aqk + o2 + 32, zero, mask=r2 < rows)
+    tl.store(Akk + o2 + 32, zero, mask=r2 < rows)
+
+
+def supports(p) -> tuple[bool, str]:
+    """Every gate, length, packing and head grouping; the widths and types this file was written for."""
+    if p.K not in (64, 128):
+        return False, f"needs K=64 or 128, got {p.K}"
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        return False, f"needs bf16 or fp16 q and k, got {p.dtype}"
+    if p.arch[0] < 9 and p.arch != (0, 0):
+        return False, f"needs compute capability 9.0 or later, got {p.arch[0]}.{p.arch[1]}"
+    return True, ""
+
+
+def run(*, q_raw, k_raw, beta_raw, g_raw, A_log, dt_bias, p, cu_seqlens, chunk_indices):
+    """Raw inputs -> q, k (p.dtype), q_rstd, k_rstd [B,T,H] fp32 | None, beta [B,T,HV], gk [B,T,HV,K] fp32, Aqk, Akk [B,T,HV,64] p.dtype."""
+    new, f32 = q_raw.new_empty, {"dtype": torch.float32}
+    q, k, q_rstd, k_rstd, beta = q_raw, k_raw, None, None, beta_raw
+    if p.l2norm:
+        q, k, q_rstd, k_rstd = new(q_raw.shape), new(k_raw.shape), new(q_raw.shape[:3], **f32), new(q_raw.shape[:3], **f32)
+    if p.beta_sigmoid:
+        beta = new(beta_raw.shape, **f32)
+    gk = new(g_raw.shape, **f32)
+    Aqk, Akk = new((p.B, p.T, p.HV, 64)), new((p.B, p.T, p.HV, 64))
+    wide = p.dtype == torch.float16
+    _prep[(p.NT * p.HV,)](
+        q_raw, k_raw, g_raw, A_log, dt_bias, beta_raw, q, k, gk, q_rstd, k_rstd, beta, Aqk, Akk, cu_seqlens, chunk_indices,
+        p.scale, p.lower_bound or 0.0, p.beta_scale, p.T, p.chunks_per_row,
+        H=p.H, HV=p.HV, K=p.K, GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm,
+        SIGMOID=p.beta_sigmoid, VARLEN=p.varlen, WRITE_OPERANDS=True, TWO_SIDED=not wide, BK=64, VEC=2,
+        OP=tl.float16 if wide else tl.bfloat16, INV=tl.float16 if p.l2norm else tl.float32, FAST=p.arch != (0, 0),
+        num_warps=4, num_stages=1,
+    )
+    return {"q": q, "k": k, "q_rstd": q_rstd, "k_rstd": k_rstd, "beta": beta, "gk": gk, "Aqk": Aqk, "Akk": Akk}
+
+
+SPANS = {"fwd.norm..fwd.intra": run}
