@@ -20,10 +20,11 @@ from loop.rows import Row, Writer
 
 BLOCKS, SLOW_BLOCKS, CPU_BLOCKS = 21, 15, 5
 SLOW_RUN_S = 8.0            # a run that would take longer than this at 21 blocks does 15
-SAMPLE_S = 1e-3             # a timed sample lasts at least this
+SAMPLE_S, CPU_SAMPLE_S = 1e-3, 1e-2  # a timed sample lasts at least this
 L2_MULTIPLE = 3             # all input sets together, in multiples of the L2
 MAX_SETS = 8
 WARM_S = 0.5                # of matrix products before the first block, so that the clocks have settled
+QUEUE_S = 0.02              # of host time may be enqueued ahead
 LAUNCH_S = 2e-4             # the device waits at least this long while the host enqueues a sample
 MAX_CLOCK_HZ = 2.0e9        # turns seconds into cycles of that wait
 AA = "A/A"
@@ -39,6 +40,7 @@ class Lane:
     unit_s: float = 0.0
     host_s: float = 0.0
     caller_ms: float | None = None
+    reps: int = 1
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     samples: list[float] = field(default_factory=list)
@@ -55,7 +57,6 @@ class Run:
     timer_note: str = ""
     sets: int = 1
     set_bytes: int = 0
-    reps: int = 1
     blocks: int = CPU_BLOCKS
     aa_samples: list[float] = field(default_factory=list)
     throttle: set[str] = field(default_factory=set)
@@ -188,10 +189,11 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
     """Compile, warm and estimate one arm; read its memory."""
     if not arms.on_gpu():
         lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
-        start = time.perf_counter()
-        lane.calls[0]()
-        lane.unit_s = lane.host_s = time.perf_counter() - start
         lane.unit = _eager(lane)
+        lane.unit()
+        start = time.perf_counter()
+        lane.unit()
+        lane.unit_s = lane.host_s = time.perf_counter() - start
         return
     lane.arm.op(sets[0], False)  # compiles, so that the memory reading sees no autotuning
     _warm_gradients(lane.arm, sets[0], mode)
@@ -284,12 +286,13 @@ def _heat(seconds: float = WARM_S) -> None:
 
 def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample: Callable, progress) -> None:
     """The paired blocks: every lane and the A/A copy of the baseline once each, in the protocol's order."""
-    fastest = min(lane.unit_s for lane in lanes)
-    if run.timer != "cpu":
-        run.reps = max(1, math.ceil(SAMPLE_S / max(fastest, 1e-6)))
+    least = CPU_SAMPLE_S if run.timer == "cpu" else SAMPLE_S
+    for lane in lanes:
+        lane.reps = max(1, math.ceil(least / max(lane.unit_s, 1e-6)))
         if run.timer == "eager":  # the launches of a sample must fit the device's queue
-            run.reps = min(run.reps, max(1, int(0.02 / max(lane.host_s for lane in lanes))))
-        block_s = sum(lane.unit_s for lane in [*lanes, base]) * (1 + run.reps)
+            lane.reps = min(lane.reps, max(1, int(QUEUE_S / lane.host_s)))
+    if run.timer != "cpu":
+        block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
         run.blocks = BLOCKS if BLOCKS * block_s < SLOW_RUN_S else SLOW_BLOCKS
     run.blocks = blocks or run.blocks
     places = [*lanes, None]
@@ -310,20 +313,21 @@ def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample:
 
 def _gpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:
     """ms per call of one timed sample, and the SM clock during it."""
-    wait = LAUNCH_S + (1.2 * lane.host_s * run.reps if run.timer == "eager" else 0.0)
+    wait = LAUNCH_S + (1.2 * lane.host_s * lane.reps if run.timer == "eager" else 0.0)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lane.unit()
     torch.cuda._sleep(int(min(wait, 0.05) * MAX_CLOCK_HZ))
     start.record()
-    for _ in range(run.reps):
+    for _ in range(lane.reps):
         lane.unit()
     end.record()
     mhz = nvml.sm_mhz()
     end.synchronize()
-    return start.elapsed_time(end) / (run.reps * run.sets), mhz
+    return start.elapsed_time(end) / (lane.reps * run.sets), mhz
 
 
 def _cpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:
     began = time.perf_counter()
-    lane.unit()
-    return 1e3 * (time.perf_counter() - began) / run.sets, None
+    for _ in range(lane.reps):
+        lane.unit()
+    return 1e3 * (time.perf_counter() - began) / (lane.reps * run.sets), None

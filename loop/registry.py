@@ -260,4 +260,4 @@ def front_matter(folder: Path) -> dict[str, str]:
         return {}
     match = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
     pairs = (line.partition(":") for line in (match[1] if match else "").splitlines())
-    return {key.strip(): value.partition(" #")[0].strip() for key, sep, value in pairs if sep and key.strip()}
+    return {key.strip(): value.partition(" #")[0].strip().strip("\"'") for key, sep, value in pairs if sep and key.strip()}

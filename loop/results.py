@@ -124,7 +124,7 @@ def _perf(run, lane, other, aa: stats.Interval, case, mode: str) -> rows.Perf:
         caller_ms=lane.caller_ms, baseline_caller_ms=other.caller_ms, floor_ms=floor and floor.ms, floor_share=floor and floor.ms / ms,
         floor_bound=floor and floor.bound, peak_bytes=lane.peak_bytes, baseline_peak_bytes=other.peak_bytes, saved_bytes=lane.saved_bytes,
         baseline_saved_bytes=other.saved_bytes, block_ms=tuple(samples), baseline_block_ms=tuple(baseline_samples),
-        aa_block_ms=tuple(run.aa_samples), calls_per_sample=run.reps * run.sets, input_sets=run.sets, input_bytes=run.sets * run.set_bytes,
+        aa_block_ms=tuple(run.aa_samples), calls_per_sample=lane.reps * run.sets, input_sets=run.sets, input_bytes=run.sets * run.set_bytes,
         timer=run.timer, timer_note=run.timer_note, sm_mhz=tuple(lane.mhz), baseline_sm_mhz=tuple(other.mhz),
         throttle=tuple(sorted(run.throttle)),
     )  # fmt: skip

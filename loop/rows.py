@@ -236,6 +236,12 @@ class Writer:
         return row
 
 
+def all_passed(found: Iterable[Row]) -> bool:
+    """Did a command succeed: something passed, and nothing failed except arms that said they do not take a case?"""
+    statuses = [row.status for row in found]
+    return "PASSED" in statuses and all(status in ("PASSED", "UNSUPPORTED") for status in statuses)
+
+
 class SkippedRows(UserWarning):
     """A file held something that is not a row this version can read."""
 

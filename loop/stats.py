@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95  # the interval covers the true median at least this often
 DEAD_BAND = 0.005  # differences below half a percent decide nothing
+SAME_BAND = 0.01  # a run that cannot tell one percent apart cannot call two arms the same
 FASTER, SAME, SLOWER, UNCLEAR = VERDICTS = ("FASTER", "SAME", "SLOWER", "UNCLEAR")
 
 
@@ -73,7 +74,8 @@ def band(aa: Interval | None) -> float:
 def verdict(ratio: Interval, dead_band: float, cycles_ratio: float | None = None) -> str:
     """FASTER, SAME, SLOWER or UNCLEAR.
 
-    A win or a loss needs the whole interval outside 1 +- dead_band. `cycles_ratio` is the same ratio in SM cycles
+    A win or a loss needs the whole interval outside 1 +- dead_band; SAME needs all of it inside, and a band of at most
+    one percent. `cycles_ratio` is the same ratio in SM cycles
     (time x clock), where the clocks are known: a difference that vanishes in cycles came from the clock, so UNCLEAR.
     """
     if ratio.low > 1.0 + dead_band:
@@ -81,7 +83,7 @@ def verdict(ratio: Interval, dead_band: float, cycles_ratio: float | None = None
     if ratio.high < 1.0 - dead_band:
         return SLOWER if cycles_ratio is None or cycles_ratio < 1.0 else UNCLEAR
     inside = ratio.low >= 1.0 - dead_band and ratio.high <= 1.0 + dead_band
-    return SAME if inside else UNCLEAR
+    return SAME if inside and dead_band <= SAME_BAND else UNCLEAR
 
 
 def block_orders(arms: int, blocks: int) -> list[tuple[int, ...]]:

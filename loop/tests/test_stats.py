@@ -51,6 +51,10 @@ def test_ratios_pair_blocks():
         stats.ratios([1, 2, 3], [1, 2])
 
 
+def test_a_noisy_run_does_not_say_same():
+    assert stats.verdict(stats.Interval(1.0, 0.98, 1.02, 0.97), 0.03) == "UNCLEAR"
+
+
 @pytest.mark.parametrize(
     ("low", "high", "cycles", "want"),
     [
