@@ -107,7 +107,9 @@ def test_reference_is_the_derivative(W, cu, on):
             torch.testing.assert_close(got[name], t, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
+)
 @pytest.mark.parametrize("cu", [None, CU])
 def test_all_features_at_once(idea, W, cu, dtype):
     c = make(1 if cu else 2, 29, 40, W, cu=cu, dtype=dtype)
