@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loop import env, page, registry, rows, run
+from loop import board, env, page, registry, rows, run
 
 
 def demo(idea: str | None = None, out: Path | None = None) -> int:
@@ -24,7 +24,7 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
     result = run.run(chosen.id, out=out, on_cell=run.say_cell)
     show(console, result)
     base = out or run.out_folder()
-    index = page.write_index(base / "index.html", [result], leaderboard(), title="kernel-fun demo")
+    index = page.write_index(base / "index.html", [result], board.entries(), title="kernel-fun demo")
     for label, path in (("notebook", result.notebook), ("its page", result.html), ("index", index)):
         if path:
             console.print(f"{label:9} {path}", highlight=False, soft_wrap=True)
@@ -38,12 +38,6 @@ def best() -> registry.Idea:
         raise ValueError("no idea has a notebook; ./ladder new makes one")
     promoted = [i for i in usable if registry.front_matter(i.folder).get("status") == "promoted"]
     return (promoted or usable)[-1]
-
-
-def leaderboard() -> list[dict]:
-    from loop import board
-
-    return [e.model_dump() if hasattr(e, "model_dump") else e for e in board.entries()]
 
 
 def show(console: Console, result: run.RunResult) -> None:

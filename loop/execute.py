@@ -17,6 +17,13 @@ from loop import registry
 START_TIMEOUT = 120  # seconds for the kernel to answer
 
 
+def load(path: Path):
+    """A notebook as papermill wants it: upgraded, with a list of tags on every cell."""
+    from papermill.iorw import load_notebook_node
+
+    return load_notebook_node(str(path))
+
+
 def defaults(nb) -> dict[str, object]:
     """Name -> default of every parameter in the cell tagged `parameters`."""
     from papermill.inspection import _infer_parameters

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from loop import arms, execute, page, processes, registry, rows, run
+from loop import arms, board, execute, page, processes, registry, rows, run
 
 IDEA_TIMEOUT = 3600.0  # seconds for one idea's process
 CELL_SHARE = 0.8  # of it for one cell, so that the inner limit speaks first
@@ -131,10 +131,7 @@ def _read(base: Path, run_id: str) -> run.RunResult | None:
 
 
 def _finish(folder: Path, results: list[run.RunResult], report: "_Report", summary: str) -> None:
-    from loop import board
-
-    entries = [entry.model_dump() if hasattr(entry, "model_dump") else entry for entry in board.entries()]
-    path = page.write_index(folder / "index.html", results, entries, title="kernel-fun nightly")
+    path = page.write_index(folder / "index.html", results, board.entries(), title="kernel-fun nightly")
     report.say(f"{summary}\n{path}")
 
 

@@ -95,3 +95,40 @@ def stages(family: str, p, spans: Sequence[str], title: str) -> Picture:
     return Picture(
         figure, f"{title}. This idea replaces {whole}. Largest floor: {top['stage']}, {1e3 * top['floor_ms']:.3g} µs."
     )
+
+
+def against_floor(entries: Sequence[dict], title: str = "Time against the floor") -> Picture:
+    """One point per leaderboard entry: its floor across, its time up, both in ms on log axes."""
+    figure = Figure(figsize=(7, 5))
+    axes = figure.subplots()
+    for arm in dict.fromkeys(e["arm"] for e in entries):
+        mine = [e for e in entries if e["arm"] == arm]
+        axes.plot([e["floor_ms"] for e in mine], [e["ms"] for e in mine], "o", label=arm)
+    if entries:
+        ends = [min(e["floor_ms"] for e in entries), max(e["floor_ms"] for e in entries)]
+        axes.plot(ends, ends, color=LIMIT, linewidth=1, label="the floor")
+        axes.set(xscale="log", yscale="log")
+        axes.legend(fontsize=8)
+    axes.set(xlabel="floor, ms", ylabel="time, ms", title=title)
+    closest = max(entries, key=lambda e: e["floor_ms"] / e["ms"], default=None)
+    said = (
+        f"closest to its floor: {closest['arm']} on {closest['case']}, {closest['mode']}" if closest else "no times yet"
+    )
+    return Picture(figure, f"{title}: {len(entries)} times; {said}.")
+
+
+def error_curves(found: dict[float, dict[str, float]], budgets: dict[str, float], title: str) -> Picture:
+    """Relative RMS error of every output over a swept quantity, its budget as a dashed line of the same colour."""
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for number, name in enumerate(budgets):
+        color = f"C{number % 10}"
+        axes.plot(list(found), [found[x][name] for x in found], "o-", color=color, label=name)
+        axes.axhline(budgets[name], color=color, linestyle=":", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="gate strength", ylabel="relative RMS error", title=title)
+    axes.legend(fontsize=8, ncols=2)
+    shares = {(x, name): found[x][name] / budgets[name] for x in found for name in budgets if budgets[name]}
+    x, name = max(shares, key=shares.get)
+    return Picture(
+        figure, f"{title}. Closest to its budget: {name} at strength {x:g}, {100 * shares[x, name]:.0f} % of it."
+    )

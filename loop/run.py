@@ -95,7 +95,7 @@ def run_notebook(
         on_cell: called as (index of the code cell from 1, number of code cells, its tag) before each code cell.
     """
     run_id, began = rows.new_run_id(), time.monotonic()
-    nb = nbformat.read(notebook, as_version=4)
+    nb = execute.load(notebook)
     parameters = dict(parameters or {})
     if unknown := sorted(set(parameters) - set(known := execute.defaults(nb))):
         text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'none'}"
@@ -123,7 +123,7 @@ def command(idea: str, assignments: Sequence[str] = (), out: Path | None = None,
 
     ValueError in one line for an unknown idea, a malformed parameter or an output folder that cannot be written.
     """
-    nb = nbformat.read(_notebook(registry.folder(idea)), as_version=4)
+    nb = execute.load(_notebook(registry.folder(idea)))
     result = run(idea, parameters=execute.typed(nb, assignments), out=out, timeout=timeout, on_cell=say_cell)
     print(f"{result.idea}: {result.status}  {result.verdict or result.message}  ({result.seconds:.0f} s)")
     for row in result.rows:

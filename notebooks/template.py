@@ -1,9 +1,9 @@
 # %% [markdown]
 # # One idea, from check to verdict
 #
-# Edit the idea's `kernel.py`, save it, and run the *check* and *bench* cells again: they load the source as it is now,
-# and a time is only ever taken of a build that has passed its check. Without a GPU the `tiny` cases run, with Triton
-# kernels in the interpreter; their times say nothing about a GPU.
+# Edit the idea's `kernel.py`, save it, and run the *check* and *bench* cells again: they load the source as it is
+# now, and a time is only ever taken of a build that has passed its check. Without a GPU the `tiny` cases run, with
+# Triton kernels in the interpreter; their times say nothing about a GPU.
 
 # %% tags=["parameters"]
 idea = "000"

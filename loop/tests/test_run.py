@@ -121,7 +121,7 @@ def test_reap_ends_what_outlived_its_run():
 
 def test_parameters_from_the_command_line_keep_the_types_of_their_defaults(root):
     run_cells(root, PASS)
-    nb = nbformat.read(root / "ideas/000-fla/bench.ipynb", as_version=4)
+    nb = execute.load(root / "ideas/000-fla/bench.ipynb")
     assert execute.typed(nb, ["idea=0012345", "seed=3"]) == {"idea": "0012345", "seed": 3}
     assert execute.typed(nb, ["nobody=12e4567"]) == {"nobody": "12e4567"}
     with pytest.raises(ValueError, match=r"seed='x'.*int"):
