@@ -42,9 +42,9 @@ def kda(B=2, T=70, H=2, HV=None, K=16, V=8, dtype=torch.float64, gate="log", h0=
 
 
 def recurrence(q, k, v, g, beta, scale=None, initial_state=None, A_log=None, dt_bias=None, use_gate_in_kernel=False,
-               lower_bound=None, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-               state_v_first=False, cu_seqlens=None, safe_gate=False, output_final_state=True):
-    """One token at a time in fp64: S = diag(e^g) S;  S += beta k (v - k^T S)^T;  o = scale q^T S. Differentiable by autograd."""
+               lower_bound=None, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+               allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, safe_gate=False, output_final_state=True):
+    """One token at a time in fp64, for autograd: S = diag(e^g) S;  S += beta k (v - k^T S)^T;  o = scale q^T S."""
     q, k, v, g, beta = (t.double() for t in (q, k, v, g, beta))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -127,7 +127,8 @@ def gradients(outputs, leaves, seed=1):
     loss = 0
     for out in outputs:
         if out is not None:
-            loss = loss + (out.double() * torch.randn(out.shape, generator=random, dtype=torch.float64).to(out.device)).sum()
+            weights = torch.randn(out.shape, generator=random, dtype=torch.float64)
+            loss = loss + (out.double() * weights.to(out.device)).sum()
     names = [name for name, t in leaves.items() if t.requires_grad]
     grads = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
     return dict(zip(names, grads, strict=True))
@@ -136,4 +137,6 @@ def gradients(outputs, leaves, seed=1):
 def rms(a, b) -> float:
     """|a - b| / |b| in root mean square; infinite when a holds a NaN or an infinity."""
     a, b = a.detach().double(), b.detach().double()
-    return float((a - b).square().mean().sqrt() / (b.square().mean().sqrt() + 1e-12)) if a.isfinite().all() else float("inf")
+    if not a.isfinite().all():
+        return float("inf")
+    return float((a - b).square().mean().sqrt() / (b.square().mean().sqrt() + 1e-12))

@@ -1,4 +1,4 @@
-"""fla's contract: signatures, every argument handled or declined with a reason, fla's errors, None and dtype patterns."""
+"""fla's contract: signatures, every argument handled or declined with a reason, errors, None and dtype patterns."""
 import inspect
 import math
 
@@ -109,7 +109,7 @@ def bad_kda(name):
     two = torch.zeros(2, 2, 16, 8)
     cases = {
         # fla's own table
-        "transpose_and_v_first": (tensors, {**flags, "state_v_first": True, "transpose_state_layout": True}, ValueError),
+        "old_and_new_name": (tensors, {**flags, "state_v_first": True, "transpose_state_layout": True}, ValueError),
         "packed_batch": ({**tensors}, {**flags, "cu_seqlens": torch.tensor([0, 70])}, ValueError),
         "packed_states": ({**packed, "initial_state": torch.zeros(3, 2, 16, 8)}, packed_flags, ValueError),
         "state_dtype": ({**tensors, "initial_state": two.bfloat16()}, flags, AssertionError),
@@ -143,15 +143,33 @@ def bad_kda(name):
 
 # what each message must name: the argument, and the value or what is accepted
 KDA_MESSAGES = {
-    "transpose_and_v_first": "state_v_first", "packed_batch": "q has B=2", "packed_states": "holds 3 states",
-    "state_dtype": "torch.bfloat16: must be torch.float32", "no_A_log": "A_log=None", "chunk_size": "chunk_size=16: accepted are 32 and 64",
-    "safe_without_bound": "lower_bound=None", "safe_bound_low": "lower_bound=-6.0", "safe_bound_zero": "lower_bound=0.0",
-    "neg_eigval": "use_beta_sigmoid_in_kernel=True", "k_shape": "k=[2, 69, 2, 16]", "heads": "HV=3", "g_shape": "got [2, 70, 2, 15]",
-    "beta_shape": "got [2, 70, 1]", "v_shape": "got [1, 70, 2, 8]", "state_shape": "must be [2, 2, 16, 8]", "states": "holds 3 states",
-    "mixed_dtypes": "torch.float32, torch.float32, torch.float16", "integer": "floating dtype", "mixed_devices": "beta is on meta",
-    "bound_positive": "lower_bound=1.0", "bound_infinite": "lower_bound=-inf", "A_log_size": "A_log must hold 2 values",
-    "dt_bias_size": "dt_bias must hold 32 values", "packed_too_long": "ends at 13, but q has T=12",
-    "packed_decreasing": "[0, 8, 7]", "packed_float": "torch.float32",
+    "old_and_new_name": "state_v_first",
+    "packed_batch": "q has B=2",
+    "packed_states": "holds 3 states",
+    "state_dtype": "torch.bfloat16: must be torch.float32",
+    "no_A_log": "A_log=None",
+    "chunk_size": "chunk_size=16: accepted are 32 and 64",
+    "safe_without_bound": "lower_bound=None",
+    "safe_bound_low": "lower_bound=-6.0",
+    "safe_bound_zero": "lower_bound=0.0",
+    "neg_eigval": "use_beta_sigmoid_in_kernel=True",
+    "k_shape": "k=[2, 69, 2, 16]",
+    "heads": "HV=3",
+    "g_shape": "got [2, 70, 2, 15]",
+    "beta_shape": "got [2, 70, 1]",
+    "v_shape": "got [1, 70, 2, 8]",
+    "state_shape": "must be [2, 2, 16, 8]",
+    "states": "holds 3 states",
+    "mixed_dtypes": "torch.float32, torch.float32, torch.float16",
+    "integer": "floating dtype",
+    "mixed_devices": "beta is on meta",
+    "bound_positive": "lower_bound=1.0",
+    "bound_infinite": "lower_bound=-inf",
+    "A_log_size": "A_log must hold 2 values",
+    "dt_bias_size": "dt_bias must hold 32 values",
+    "packed_too_long": "ends at 13, but q has T=12",
+    "packed_decreasing": "[0, 8, 7]",
+    "packed_float": "torch.float32",
 }
 FLAS = list(KDA_MESSAGES)[:14]
 
@@ -171,6 +189,8 @@ def test_kda_errors(name):
 @pytest.mark.parametrize("name", FLAS)
 def test_kda_errors_have_flas_types(name):
     tensors, flags, error = bad_kda(name)
+    if name == "no_A_log" and "use_graph" not in inspect.signature(fla_function("kda")).parameters:
+        pytest.skip("fla before 0.6 takes A_log=None as far as its kernels")
     with pytest.raises(error):
         fla_function("kda")(**tensors, **flags)
 
@@ -206,7 +226,7 @@ CONV_ERRORS = {
 def test_conv_errors(name):
     change, message = CONV_ERRORS[name]
     tensors, _ = conv()
-    with pytest.raises(ValueError, match=".") as raised:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the message is checked below)
         cconv.causal_conv1d(**{**tensors, **change})
     assert message in str(raised.value)
     ok, reason = cconv.is_supported(**{**tensors, **change})

@@ -1,4 +1,4 @@
-"""causal_conv1d on CPU tensors against torch's own convolution in fp64: outputs and every gradient, over every feature."""
+"""causal_conv1d on CPU tensors against torch's own convolution in fp64: outputs and gradients, over every feature."""
 import itertools
 
 import pytest

@@ -1,4 +1,4 @@
-"""chunk_kda on CPU tensors against the token-by-token recurrence: outputs and every gradient, in fp64, over every flag."""
+"""chunk_kda on CPU tensors against the token-by-token recurrence in fp64: outputs and gradients, over every flag."""
 import pytest
 import torch
 from inputs import gradients, kda, recurrence, rms
@@ -105,7 +105,8 @@ def test_half_and_single_precision(dtype, budget):
 def test_non_contiguous_and_expanded_inputs():
     tensors, flags = kda()
     o, _ = chunk_kda(**tensors, **flags)
-    strided = {name: t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for name, t in tensors.items()}
+    strided = {name: t.detach().transpose(0, 1).contiguous().transpose(0, 1) for name, t in tensors.items()}
+    strided = {name: t.requires_grad_() for name, t in strided.items()}
     o2, _ = chunk_kda(**strided, **flags)
     assert torch.equal(o, o2)
     a, b = gradients((o,), tensors), gradients((o2,), strided)

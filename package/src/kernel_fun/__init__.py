@@ -3,7 +3,8 @@
     from kernel_fun.kda import chunk_kda              # same signature and results as fla.ops.kda.chunk_kda
     from kernel_fun.cconv import causal_conv1d        # same as fla.modules.causal_conv1d's causal_conv1d
     import kernel_fun.fla; kernel_fun.fla.register()  # or: let fla's own layers use both
- Importing this costs nothing: torch, triton and fla are imported by the families, kernels at the first call that needs
+
+Importing this costs nothing: torch, triton and fla are imported by the families, kernels at the first call that needs
 them.
 """
 import importlib

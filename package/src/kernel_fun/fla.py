@@ -1,14 +1,15 @@
-"""Registers this package as a backend of flash-linear-attention, so that fla's own layers and models use it with no
-other change.
+"""Registers this package as a backend of flash-linear-attention: fla's own layers then use it with no other change.
 
     import kernel_fun.fla
     kernel_fun.fla.register()      # once, anywhere; reaches every module that already holds fla's functions
     kernel_fun.fla.unregister()
- Whole operators are registered, not stages: `chunk_kda`, and the convolution's forward and backward (fla dispatches
+
+Whole operators are registered, not stages: `chunk_kda`, and the convolution's forward and backward (fla dispatches
 its convolution there). fla asks each backend's verifier in turn; ours is `is_supported`, and what it declines runs as
 if this package were not there, with the reason in fla's log. Priority 4: before fla's default backends (5), after
 FlashKDA (3), whose domain is inference without gradients.
- Needs fla-core 0.6 or later. Before that, fla's dispatch never selects a backend for a whole operator: import
+
+Needs fla-core 0.6 or later. Before that, fla's dispatch never selects a backend for a whole operator: import
 `kernel_fun.kda.chunk_kda`.
 """
 import inspect

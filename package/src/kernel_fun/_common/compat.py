@@ -1,5 +1,6 @@
 """The fla functions this package calls, by module, name and keyword, checked once against the fla that is installed.
- A training image moves fla on its own schedule. When a function or keyword has moved, the first call says which one,
+
+A training image moves fla on its own schedule. When a function or keyword has moved, the first call says which one,
 by `FlaDriftError`, or under KERNEL_FUN_FALLBACK=1 by the reason of a fallback; it never fails deep inside a step.
 """
 import functools
@@ -9,7 +10,7 @@ import inspect
 from . import support
 
 _PACKED = ("cu_seqlens", "chunk_indices")
-_SCAN = (*_PACKED, "chunk_offsets", "chunk_size")
+_SCAN = (*_PACKED, "chunk_size")
 
 # family -> (module, function, keywords we pass)
 CALLS = {
@@ -46,6 +47,17 @@ CALLS = {
          ("x", "dy", "dht", "weight", "bias", "residual", "initial_state", "activation", *_PACKED)),
     ),
 }
+
+
+def if_taken(fn, **keywords) -> dict:
+    """Those of the keywords that `fn` takes: for what one supported fla version wants and another computes itself."""
+    taken = _parameters(fn)
+    return {name: value for name, value in keywords.items() if name in taken}
+
+
+@functools.cache
+def _parameters(fn) -> frozenset[str]:
+    return frozenset(inspect.signature(fn).parameters)
 
 
 class FlaDriftError(RuntimeError):

@@ -1,5 +1,6 @@
 """Routes: what a problem runs on a device, decided once and kept.
- A call builds its problem, asks for the route, and either applies the route's plan or goes to fla with the route's
+
+A call builds its problem, asks for the route, and either applies the route's plan or goes to fla with the route's
 reason.
 """
 import torch

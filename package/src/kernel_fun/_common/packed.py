@@ -1,8 +1,9 @@
-"""What `cu_seqlens` says on the host: how many sequences and chunks, where each chunk lies, how many tokens are
-covered.
- Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor. It is never stale: it is
-tied to the tensor's version counter, which every in-place change moves, and it goes away with the tensor. (fla's own
-tables are kept by identity alone.)
+"""What `cu_seqlens` says on the host: sequences, chunks and where they lie, tokens covered.
+
+Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor. It is never stale: it is
+tied to the tensor's version counter, which every in-place change moves, and it goes away with the tensor. Steps get a
+copy of `cu_seqlens` made at the same moment: fla keeps tables by a tensor's identity alone, and a backward must see
+what its forward saw.
 """
 from typing import NamedTuple
 
@@ -13,14 +14,15 @@ from .problem import CHUNK
 
 
 class Packed(NamedTuple):
-    """Chunk tables of a packed call. `chunk_indices` [NT,2] is (sequence, chunk within it); `chunk_offsets` [N+1] the
-    first chunk of each.
+    """Chunk tables of a packed call: `chunk_indices` [NT,2] is (sequence, chunk within it), `chunk_offsets` [N+1] the
+    first chunk of each sequence.
     """
 
     N: int
     NT: int
     total: int                   # cu_seqlens[-1]; the call may hold more tokens than that
     starts_at_zero: bool
+    cu_seqlens: torch.Tensor     # a copy
     chunk_indices: torch.Tensor  # on cu_seqlens' device, in its dtype
     chunk_offsets: torch.Tensor
 
@@ -33,12 +35,6 @@ def _version(t: torch.Tensor | None):
     if t is None:
         return ()
     return None if t.is_inference() else (id(t), t._version)
-
-
-def known(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> bool:
-    """Can `describe` answer without waiting for the GPU?"""
-    hit = _cache.get(cu_seqlens)
-    return hit is not None and hit[0] == (_version(cu_seqlens), _version(cu_seqlens_cpu))
 
 
 def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:
@@ -71,6 +67,7 @@ def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
         NT=sequence.numel(),
         total=int(host[-1]),
         starts_at_zero=int(host[0]) == 0,
+        cu_seqlens=like.detach().clone(),
         chunk_indices=torch.stack([sequence, within], 1).to(like),
         chunk_offsets=first.to(like),
     )

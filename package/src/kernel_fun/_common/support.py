@@ -1,5 +1,4 @@
-"""Which calls this package may take at all: switches, hardware, CUDA graph capture; and the log lines that say what
-happened.
+"""Which calls this package may take at all (switches, hardware), and the log lines that say what happened.
 
 Switches are environment variables read at every call, so that one process can compare with and without:
 

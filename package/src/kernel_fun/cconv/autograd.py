@@ -1,6 +1,4 @@
-"""The autograd Function behind `causal_conv1d`: it runs a plan's forward, saves what the plan says, and runs the
-plan's backward.
-"""
+"""The autograd Function behind `causal_conv1d`: runs a plan's forward, saves what it names, runs its backward."""
 import torch
 
 from .chain import BWD_OUTPUTS, INPUTS

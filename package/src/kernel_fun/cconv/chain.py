@@ -1,5 +1,6 @@
 """The convolution's chain: one stage a pass, and which function runs it for a given problem.
- Tensors: x [B,T,D] in any strides, weight [D,W], bias [D] or None, residual [B,T,D] or None, h0 and ht [N,D,W] or
+
+Tensors: x [B,T,D] in any strides, weight [D,W], bias [D] or None, residual [B,T,D] or None, h0 and ht [N,D,W] or
 None, y [B,T,D]. For every problem the plan takes, newest first, the promoted kernels in `stages/` that support it; a
 pass without one is fla's. On CPU tensors both passes are the plain torch in `reference.py`.
 """

@@ -1,5 +1,6 @@
 """fla's own forward and backward of the convolution, behind the chain's tensor names. Needs a GPU.
- Both go through fla's backend dispatch, so a backend the user turned on (`FLA_CONV_GLUON=1`) is the one that runs, but
+
+Both go through fla's backend dispatch, so a backend the user turned on (`FLA_CONV_GLUON=1`) is the one that runs, but
 never come back here.
 """
 from .._common.support import fla_only

@@ -1,5 +1,6 @@
 """`causal_conv1d`: fla's signature, results and errors, with this package's kernels where they serve the call.
- Every argument is either understood here or sends the call to fla, whole and unchanged, with the reason in the log.
+
+Every argument is either understood here or sends the call to fla, whole and unchanged, with the reason in the log.
 `is_supported` takes the same arguments and says which of the two a call will be. On CPU tensors, where fla cannot run,
 the plain-torch reference runs.
 """
@@ -143,7 +144,7 @@ def decide(a: dict) -> Call | str:
     x, weight, bias, residual, h0 = tensors
     if x.shape[1] > p.T:
         x, residual = x[:, : p.T], None if residual is None else residual[:, : p.T]
-    tables = (None, None, None) if pack is None else (cu_seqlens, pack.chunk_indices, pack.chunk_offsets)
+    tables = (None, None, None) if pack is None else (pack.cu_seqlens, pack.chunk_indices, pack.chunk_offsets)
     return Call(found, p, (x, weight, bias, residual, h0), tables, a["x"].shape)
 
 

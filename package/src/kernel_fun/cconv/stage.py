@@ -1,10 +1,11 @@
-"""The convolution's two passes as fla dispatches them: `causal_conv1d_fwd` and `causal_conv1d_bwd`, each with its
-verifier.
- fla's own autograd Function calls these, one pass at a time; each asks for the route that the whole operator would
+"""The convolution's passes as fla dispatches them, `causal_conv1d_fwd` and `causal_conv1d_bwd`, and their verifiers.
+
+fla's own autograd Function calls these, one pass at a time; each asks for the route that the whole operator would
 take. Signatures are fla's. `chunk_indices` and `chunk_size` describe fla's own chunk table, `layout_fallback` another
 backend's limit: none of them changes a result.
 """
 import torch
+import torch.nn.functional as F
 
 from .._common import support
 from . import autograd, ops
@@ -57,17 +58,21 @@ def backward(
     x, dy, dht=None, weight=None, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None,
     cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """(dx in x's shape, dw, db, dresidual, dh0); None for what was not given. dresidual is dy itself."""
+    """(dx in x's shape, dw, db, dresidual, dh0); None for what was not given."""
     call = ops.decide(
         _arguments(x, weight, bias, residual, initial_state, dht is not None, activation, cu_seqlens, cu_seqlens_cpu)
     )
     p, T = call.p, x.shape[1]
     env = dict(zip(ops.chain.INPUTS, ops.prepared(call), strict=True))
-    env["dy"] = dy.flatten(2)[:, : p.T]
+    dy_rows = dy.flatten(2)[:, : p.T]
+    env["dy"] = dy_rows
     env["dht"] = None if dht is None else dht.contiguous()
     with support.device_guard(x):
         env = call.route.run_backward(env, autograd.meta(p, *call.packed))
-    dx = env["dx"] if p.T == T else torch.nn.functional.pad(env["dx"], (0, 0, 0, T - p.T))
+    dx, dresidual = env["dx"], None if residual is None else dy_rows
+    if p.T < T:  # rows beyond cu_seqlens[-1]
+        dx, dresidual = (None if t is None else F.pad(t, (0, 0, 0, T - p.T)) for t in (dx, dresidual))
+    dresidual = None if dresidual is None else dresidual.reshape(dy.shape)
     grads = ((env["dw"], weight), (env["db"], bias), (env["dh0"], initial_state))
     dw, db, dh0 = (None if t is None else grad.to(t.dtype) for grad, t in grads)
-    return dx.to(x.dtype).reshape(x.shape), dw, db, None if residual is None else dy, dh0
+    return dx.to(x.dtype).reshape(x.shape), dw, db, dresidual, dh0

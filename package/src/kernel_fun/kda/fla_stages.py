@@ -5,6 +5,7 @@ Needs a GPU: fla's kernels are Triton and its autotuner asks for a driver.
 """
 import torch
 
+from .._common.compat import if_taken
 from .._common.problem import CHUNK, KdaProblem
 
 
@@ -101,7 +102,8 @@ def scan(*, kg, w, u, gk, h0, p, cu_seqlens, chunk_indices, chunk_offsets):
 
     h, v_new, ht = chunk_gated_delta_rule_fwd_h(
         k=kg, w=w, u=u, gk=gk, initial_state=h0, output_final_state=p.output_final_state, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices, chunk_offsets=chunk_offsets, chunk_size=CHUNK,
+        chunk_indices=chunk_indices, chunk_size=CHUNK,
+        **if_taken(chunk_gated_delta_rule_fwd_h, chunk_offsets=chunk_offsets),
     )
     return {"h": h, "v_new": v_new, "ht": ht}
 
@@ -130,7 +132,8 @@ def rescan(*, kg, w, u, gk, h0, cu_seqlens, chunk_indices, chunk_offsets):
 
     h, v_new, _ = chunk_gated_delta_rule_fwd_h(
         k=kg, w=w, u=u, gk=gk, initial_state=h0, output_final_state=False, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices, chunk_offsets=chunk_offsets, chunk_size=CHUNK,
+        chunk_indices=chunk_indices, chunk_size=CHUNK,
+        **if_taken(chunk_gated_delta_rule_fwd_h, chunk_offsets=chunk_offsets),
     )
     return {"h": h, "v_new": v_new}
 
@@ -149,7 +152,7 @@ def dhu(*, qg, kg, w, gk, h0, dht, do, dv, p, cu_seqlens, chunk_indices, chunk_o
 
     dh, dh0, dv = chunk_gated_delta_rule_bwd_dhu(
         q=qg, k=kg, w=w, gk=gk, h0=h0, dht=dht, do=do, dv=dv, scale=p.scale, cu_seqlens=cu_seqlens, chunk_size=CHUNK,
-        chunk_indices=chunk_indices, chunk_offsets=chunk_offsets,
+        chunk_indices=chunk_indices, **if_taken(chunk_gated_delta_rule_bwd_dhu, chunk_offsets=chunk_offsets),
     )
     return {"dh": dh, "dh0": dh0, "dv": dv}
 
@@ -159,7 +162,8 @@ def bwd_wy(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk
 
     dq, dk, dv, db, dg, dAkk = chunk_kda_bwd_wy_dqkg_fused(
         q=q, k=k, v=v, v_new=v_new, g=gk, beta=beta, A=Akk, h=h, do=do, dh=dh, dv=dv, scale=p.scale, cu_seqlens=cu_seqlens,
-        chunk_size=CHUNK, chunk_indices=chunk_indices, chunk_offsets=chunk_offsets,
+        chunk_size=CHUNK, chunk_indices=chunk_indices,
+        **if_taken(chunk_kda_bwd_wy_dqkg_fused, chunk_offsets=chunk_offsets),
     )
     return {"dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg, "dAkk": dAkk}
 

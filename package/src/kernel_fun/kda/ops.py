@@ -1,5 +1,6 @@
 """`chunk_kda`: fla's signature, results and errors, with this package's kernels where they serve the call.
- Every argument is either understood here or sends the call to fla, whole and unchanged, with the reason in the log.
+
+Every argument is either understood here or sends the call to fla, whole and unchanged, with the reason in the log.
 `is_supported` takes the same arguments and says which of the two a call will be. On CPU tensors, where fla cannot run,
 the chain's plain-torch reference runs.
 """
@@ -188,7 +189,7 @@ def decide(a: dict) -> Call | str:
     T = q.shape[1]
     if p.T < T:
         tensors = tuple(t[:, : p.T] for t in tensors[:5]) + tensors[5:]
-    tables = (None, None, None) if pack is None else (cu_seqlens, pack.chunk_indices, pack.chunk_offsets)
+    tables = (None, None, None) if pack is None else (pack.cu_seqlens, pack.chunk_indices, pack.chunk_offsets)
     return Call(found, p, tensors, tables, state_v_first, T)
 
 

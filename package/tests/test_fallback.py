@@ -1,0 +1,264 @@
+"""A declined call reaches fla whole and unchanged, with its reason in the log once; switches are read at every call."""
+import threading
+
+import pytest
+import torch
+from inputs import conv, kda
+
+from kernel_fun import cconv
+from kernel_fun._common import dispatch, support
+from kernel_fun.kda import chunk_kda, is_supported
+
+
+class Stub:
+    """Stands in for fla's function: remembers how it was called."""
+
+    def __init__(self):
+        self.calls = []
+        self.inside = []
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        self.inside.append(support.inside_fla_only())
+        return "o", "ht"
+
+
+@pytest.fixture
+def fla_kda(monkeypatch):
+    stub = Stub()
+    monkeypatch.setattr("fla.ops.kda.chunk_kda", stub)
+    return stub
+
+
+@pytest.fixture
+def fla_conv(monkeypatch):
+    import fla.modules.convolution as module
+
+    stub = Stub()
+    monkeypatch.setattr(module, "causal_conv1d", stub)
+    return stub
+
+
+def test_the_callers_arguments_arrive_verbatim(monkeypatch, fla_kda):
+    """The same objects under the same names, defaults left out; and fla never dispatches back to us."""
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+    tensors, _ = kda(h0=True)
+    context = object()
+    given = {"scale": 0.1, "initial_state": tensors["initial_state"], "output_final_state": True, "cp_context": context,
+             "use_graph": True, "max_num_seqs": 3, "A_log": tensors["q"], "chunk_size": 32, "surprise": context}
+    five = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    assert chunk_kda(*five, **given) == ("o", "ht")
+    args, kwargs = fla_kda.calls[0]
+    assert args == ()
+    assert {*kwargs} == {"q", "k", "v", "g", "beta", *given}
+    assert all(kwargs[name] is value for name, value in given.items())
+    assert all(kwargs[name] is t for name, t in zip(("q", "k", "v", "g", "beta"), five, strict=True))
+    assert fla_kda.inside == [True]
+    assert not support.inside_fla_only()
+
+
+def test_conv_arguments_arrive_verbatim(fla_conv):
+    tensors, _ = conv(bias=True)
+    index = torch.zeros(1)
+    x, weight, bias = tensors.values()
+    assert cconv.causal_conv1d(x, weight, bias, backend="mix", seq_idx=index) == ("o", "ht")
+    args, kwargs = fla_conv.calls[0]
+    assert args == ()
+    assert {*kwargs} == {"x", "weight", "bias", "backend", "seq_idx"}
+    assert kwargs["seq_idx"] is index
+    assert kwargs["x"] is x
+    assert fla_conv.inside == [True]
+
+
+def test_an_error_inside_fla_passes_through(monkeypatch):
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+
+    def broken(**kwargs):
+        raise KeyError("theirs")
+
+    monkeypatch.setattr("fla.ops.kda.chunk_kda", broken)
+    tensors, flags = kda()
+    with pytest.raises(KeyError, match="theirs"):
+        chunk_kda(**tensors, **flags)
+    assert not support.inside_fla_only()
+
+
+# ----------------------------------------------------------------------------------------------------------- switches
+@pytest.mark.parametrize(("name", "kda_off", "conv_off"), [
+    ("KERNEL_FUN_DISABLE", True, True),
+    ("KERNEL_FUN_KDA_DISABLE", True, False),
+    ("KERNEL_FUN_CCONV_DISABLE", False, True),
+])
+def test_switches_are_read_at_every_call(monkeypatch, fla_kda, fla_conv, name, kda_off, conv_off):
+    k, kf = kda(grad=False)
+    c, cf = conv()
+    for value, on in (("1", True), ("0", False), ("true", True), ("", False), ("YES", True), ("off", False)):
+        monkeypatch.setenv(name, value)
+        fla_kda.calls.clear()
+        fla_conv.calls.clear()
+        chunk_kda(**k, **kf)
+        cconv.causal_conv1d(**c, **cf)
+        assert (len(fla_kda.calls), len(fla_conv.calls)) == (on and kda_off, on and conv_off), value
+        assert is_supported(**k, **kf)[0] is not (on and kda_off)
+        assert cconv.is_supported(**c, **cf)[0] is not (on and conv_off)
+
+
+def test_a_bad_value_warns_once_and_is_ignored(monkeypatch, lines):
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "maybe")
+    tensors, flags = kda(grad=False)
+    for _ in range(3):
+        assert is_supported(**tensors, **flags)[0]
+    accepted = "accepted are 1, true, yes, on, 0, false, no, off"
+    assert lines() == [("WARNING", f"KERNEL_FUN_DISABLE='maybe' is ignored: {accepted}")]
+
+
+# ---------------------------------------------------------------------------------------------------------- log lines
+def test_one_line_when_engaged(lines):
+    tensors, flags = kda(grad=False)
+    for _ in range(3):
+        chunk_kda(**tensors, **flags)
+    (first, versions), (second, engaged) = lines()
+    assert first == second == "INFO"
+    assert versions.startswith("kernel-fun versions: kernel_fun ")
+    assert engaged == "kernel-fun kda: engaged (plain torch on CPU tensors)"
+
+
+def test_one_line_per_kind_of_reason(lines, fla_kda):
+    """Two reasons that differ only in their numbers are one kind: varying shapes do not flood a log."""
+    tensors, flags = kda(sequences=(4, 8), T=12, grad=False)
+    for start in (1, 2, 3):
+        flags["cu_seqlens"] = torch.tensor([start, 12])
+        chunk_kda(**tensors, **flags)
+        chunk_kda(**tensors, use_graph=True)
+    assert lines() == [
+        ("WARNING", "kernel-fun kda: falling back to fla: cu_seqlens does not start at 0"),
+        ("WARNING", "kernel-fun kda: falling back to fla: use_graph=True, and fla needs a GPU"),
+    ]
+    support.fell_back("kda", "needs K=64 or 128, got 96")
+    support.fell_back("kda", "needs K=64 or 128, got 80")
+    assert len(lines()) == 3
+
+
+def test_debug_logs_every_call_and_shows_unconfigured(monkeypatch, lines):
+    monkeypatch.setenv("KERNEL_FUN_DEBUG", "1")
+    tensors, flags = kda(grad=False)
+    for _ in range(3):
+        chunk_kda(**tensors, **flags)
+    assert [level for level, text in lines() if "engaged" in text] == ["WARNING"] * 3
+
+
+def test_is_supported_logs_nothing_and_runs_nothing(lines, fla_kda):
+    tensors, flags = kda(grad=False)
+    assert is_supported(**tensors, **flags)[0]
+    assert not is_supported(**tensors, **flags, use_graph=True)[0]
+    assert lines() == []
+    assert fla_kda.calls == []
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+class Chain:
+    """A chain without kernels for the problem, or with one."""
+
+    def __init__(self, reasons=(), steps=()):
+        self.reasons, self.steps, self.made = list(reasons), list(steps), 0
+
+    def shipped_for(self, p):
+        return self.steps, self.reasons
+
+    def make_plan(self, p, base="fla", shipped=True):
+        self.made += 1
+        return Plan(base)
+
+
+class Plan:
+    saved = ()
+
+    def __init__(self, base):
+        self.base = base
+
+    def sources(self):
+        return ("k001_mine", "fla:bwd") if self.base == "fla" else ("reference:fwd",)
+
+    def run_forward(self, env, meta):
+        return {"ran": "fwd"}
+
+    def run_backward(self, env, meta):
+        return {"ran": "bwd"}
+
+
+class Elsewhere:
+    """A tensor's place, as a route sees it."""
+
+    is_cpu, is_cuda = False, True
+    device = torch.device("cuda", 3)
+
+
+class Source:
+    source = "k001_mine"
+
+
+def test_a_problem_without_kernels_goes_to_fla_with_every_kernels_reason():
+    chain = Chain(reasons=["k002_b: needs K=128, got 96", "k001_a: needs V=128, got 80"])
+    found = dispatch.route("kda", chain, "problem", Elsewhere)
+    assert found.reason == "k002_b: needs K=128, got 96; k001_a: needs V=128, got 80"
+    assert chain.made == 0
+    assert dispatch.route("kda", Chain(), "other", Elsewhere).reason == "this build ships no kernel for this operator"
+
+
+def test_a_problem_with_kernels_is_planned_once_and_named():
+    chain = Chain(steps=[Source])
+    found = dispatch.route("kda", chain, "problem", Elsewhere)
+    assert (found.reason, found.what) == ("", "k001_mine")
+    assert dispatch.route("kda", chain, "problem", Elsewhere) is found
+    assert chain.made == 1
+
+
+def test_a_cold_shape_declines_capture_and_a_warm_one_does_not(monkeypatch):
+    monkeypatch.setattr(support, "capturing", lambda x: True)
+    found = dispatch.route("kda", Chain(steps=[Source]), "problem", Elsewhere)
+    assert found.capture_reason(Elsewhere, True) == "CUDA graph capture of a call whose fwd and bwd has not run yet"
+    assert "fwd has" in found.capture_reason(Elsewhere, False)
+    found.run_forward({}, {})
+    assert found.capture_reason(Elsewhere, False) == ""
+    assert "whose bwd has" in found.capture_reason(Elsewhere, True)
+    found.run_backward({}, {})
+    assert found.capture_reason(Elsewhere, True) == ""
+
+
+def test_packed_calls_decline_capture(monkeypatch, fla_kda):
+    monkeypatch.setattr(support, "capturing", lambda x: True)
+    tensors, flags = kda(sequences=(4, 8), T=12, grad=False)
+    ok, reason = is_supported(**tensors, **flags)
+    assert not ok
+    assert "cu_seqlens under CUDA graph capture" in reason
+
+
+def test_routes_are_bounded(monkeypatch):
+    monkeypatch.setattr(dispatch, "_MAX_ROUTES", 3)
+    for n in range(10):
+        dispatch.route("kda", Chain(), n, Elsewhere)
+        assert len(dispatch._routes) <= 3
+
+
+def test_other_devices_are_named():
+    tensors, flags = kda(grad=False, device="meta")
+    ok, reason = is_supported(**tensors, **flags)
+    assert not ok
+    assert "device 'meta'" in reason
+
+
+def test_threads_agree():
+    tensors, flags = kda(T=10, grad=False)
+    want = chunk_kda(**tensors, **flags)[0]
+    results = []
+
+    def work():
+        for _ in range(5):
+            results.append(torch.equal(chunk_kda(**tensors, **flags)[0], want))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 20

@@ -1,0 +1,73 @@
+"""Chunk tables of packed calls: right, never stale, and gone with their tensor."""
+import gc
+
+import pytest
+import torch
+from inputs import conv, conv_definition, kda, recurrence, rms
+
+from kernel_fun._common import packed
+from kernel_fun.cconv import causal_conv1d
+from kernel_fun.kda import chunk_kda
+
+
+def test_tables_are_flas():
+    from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets
+
+    for lengths in ([5, 64, 0, 200], [1], [0, 0], [64, 65]):
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        got = packed.describe(cu)
+        assert torch.equal(got.chunk_indices, prepare_chunk_indices(cu, 64))
+        assert torch.equal(got.chunk_offsets, prepare_chunk_offsets(cu, 64))
+        assert (got.N, got.NT, got.total) == (len(lengths), got.chunk_indices.shape[0], sum(lengths))
+        assert packed.describe(cu.int()).chunk_indices.dtype == torch.int32
+
+
+def test_a_change_in_place_is_seen():
+    cu = torch.tensor([0, 30, 70])
+    first = packed.describe(cu)
+    assert packed.describe(cu) is first
+    cu[1] = 65
+    second = packed.describe(cu)
+    assert first.chunk_indices.tolist() == [[0, 0], [1, 0]]
+    assert second.chunk_indices.tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+def test_operators_follow_a_change_in_place():
+    tensors, flags = kda(sequences=(30, 40), T=70, grad=False)
+    c, cf = conv(sequences=(30, 40), T=70)
+    for split in (30, 65, 1):
+        flags["cu_seqlens"][1] = split
+        cf["cu_seqlens"][1] = split
+        assert rms(chunk_kda(**tensors, **flags)[0], recurrence(**tensors, **flags)[0]) < 1e-10
+        assert rms(causal_conv1d(**c, **cf)[0], conv_definition(**c, **cf)[0]) < 1e-10
+
+
+def test_the_host_copy_is_used_and_watched_too():
+    cu, host = torch.tensor([0, 30, 70]), torch.tensor([0, 30, 70])
+    assert packed.describe(cu, host).NT == 2
+    host[1] = 65
+    assert packed.describe(cu, host).NT == 3
+
+
+def test_inference_tensors_are_never_remembered():
+    with torch.inference_mode():
+        cu = torch.tensor([0, 30, 70])
+        assert packed.describe(cu).NT == 2
+        cu[1] = 65
+        assert packed.describe(cu).NT == 3
+
+
+def test_tables_go_with_their_tensor():
+    before = len(packed._cache)
+    cu = torch.tensor([0, 30, 70])
+    packed.describe(cu)
+    assert len(packed._cache) == before + 1
+    del cu
+    gc.collect()
+    assert len(packed._cache) == before
+
+
+@pytest.mark.parametrize("bad", [[0], [[0, 1]], [0.0, 1.0], [0, 5, 4], [-1, 4]])
+def test_bad_values_are_named(bad):
+    with pytest.raises(ValueError, match="cu_seqlens must"):
+        packed.describe(torch.tensor(bad))
