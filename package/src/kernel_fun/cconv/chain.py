@@ -4,12 +4,9 @@ Tensors: x [B,T,D] in any strides, weight [D,W], bias [D] or None, residual [B,T
 None, y [B,T,D]. For every problem the plan takes, newest first, the promoted kernels in `stages/` that support it; a
 pass without one is fla's. On CPU tensors both passes are the plain torch in `reference.py`.
 """
-import functools
-import importlib
-
+from .._common import promoted
 from .._common.plan import Plan, Stage, build, cover, make_step
 from .._common.problem import ConvProblem
-from . import _provenance
 
 STAGES = (
     Stage("fwd", ("x", "weight", "bias", "residual", "h0"), ("y", "ht")),
@@ -23,30 +20,13 @@ OUTPUTS = FWD_OUTPUTS + BWD_OUTPUTS
 
 
 def module_steps(module, p: ConvProblem, source: str) -> list:
-    """The steps a kernel module offers for `p`: one per entry of its SPANS, or of its spans(p) where what it reads
-    depends on the problem.
-    """
-    writes = getattr(module, "WRITES", {})
-    spans = module.spans(p) if hasattr(module, "spans") else module.SPANS
-    return [make_step(span, fn, STAGES, OUTPUTS, source, writes.get(span)) for span, fn in spans.items()]
-
-
-@functools.cache
-def shipped_modules() -> tuple:
-    """(name, module) of every promoted kernel, newest first."""
-    return tuple((s.module, importlib.import_module(f"{__package__}.stages.{s.module}")) for s in _provenance.SHIPPED)
+    """The steps a kernel module offers for `p`."""
+    return promoted.module_steps(module, p, source, STAGES, OUTPUTS)
 
 
 def shipped_for(p: ConvProblem) -> tuple[list, list[str]]:
-    """The promoted kernels that serve `p`, and for the others the reason each gives."""
-    steps, reasons = [], []
-    for name, module in shipped_modules():
-        ok, reason = module.supports(p)
-        if ok:
-            steps += module_steps(module, p, name)
-        else:
-            reasons.append(f"{name}: {reason}")
-    return steps, reasons
+    """The steps of the promoted kernels that serve `p`, and for the others the reason each gives."""
+    return promoted.steps_for(__package__, p, STAGES, OUTPUTS)
 
 
 def base_steps(base: str) -> list:

@@ -4,12 +4,9 @@ This table is the contract. Stage and tensor names are fla's own; shapes, units 
 takes, newest first, the promoted kernels in `stages/` that support it and do not overlap; all other stages are fla's, called one by one.
 On CPU tensors the same table runs on the plain-torch stages in `reference.py`.
 """
-import functools
-import importlib
-
+from .._common import promoted
 from .._common.plan import Plan, Stage, build, cover, make_step
 from .._common.problem import KdaProblem
-from . import _provenance
 
 STAGES = (
     # forward
@@ -42,28 +39,13 @@ OUTPUTS = FWD_OUTPUTS + BWD_OUTPUTS
 
 
 def module_steps(module, p: KdaProblem, source: str) -> list:
-    """The steps a kernel module offers for `p`: one per entry of its SPANS, or of its spans(p) where what it reads depends on the problem."""
-    writes = getattr(module, "WRITES", {})
-    spans = module.spans(p) if hasattr(module, "spans") else module.SPANS
-    return [make_step(span, fn, STAGES, OUTPUTS, source, writes.get(span)) for span, fn in spans.items()]
-
-
-@functools.cache
-def shipped_modules() -> tuple:
-    """(name, module) of every promoted kernel, newest first."""
-    return tuple((s.module, importlib.import_module(f"{__package__}.stages.{s.module}")) for s in _provenance.SHIPPED)
+    """The steps a kernel module offers for `p`."""
+    return promoted.module_steps(module, p, source, STAGES, OUTPUTS)
 
 
 def shipped_for(p: KdaProblem) -> tuple[list, list[str]]:
-    """The promoted kernels that serve `p`, and for the others the reason each gives."""
-    steps, reasons = [], []
-    for name, module in shipped_modules():
-        ok, reason = module.supports(p)
-        if ok:
-            steps += module_steps(module, p, name)
-        else:
-            reasons.append(f"{name}: {reason}")
-    return steps, reasons
+    """The steps of the promoted kernels that serve `p`, and for the others the reason each gives."""
+    return promoted.steps_for(__package__, p, STAGES, OUTPUTS)
 
 
 def base_steps(p: KdaProblem, base: str) -> list:
@@ -92,9 +74,3 @@ def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True) 
         preferred += shipped_for(p)[0]
     steps = cover(STAGES, preferred, base_steps(p, base))
     return build(steps, INPUTS, FWD_OUTPUTS, BWD_INPUTS, BWD_OUTPUTS)
-
-
-@functools.lru_cache(maxsize=1024)
-def shipped_plan(p: KdaProblem) -> Plan | None:
-    """The plan `chunk_kda` runs for `p`, or None when no promoted kernel serves it (the caller then goes to fla whole)."""
-    return make_plan(p) if shipped_for(p)[0] else None

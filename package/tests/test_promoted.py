@@ -1,0 +1,131 @@
+"""What ships: each file is the one its provenance names, keeps the interface, and one that does not import says why."""
+import ast
+import hashlib
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import kernel_fun
+from kernel_fun._common import dispatch, promoted
+from kernel_fun._common.problem import ConvProblem, KdaProblem
+
+PACKAGE = Path(kernel_fun.__file__).parent
+CHAINS = {family: importlib.import_module(f"kernel_fun.{family}.chain") for family in ("kda", "cconv")}
+PROBLEMS = {
+    "kda": KdaProblem(B=1, T=64, H=1, HV=1, K=128, V=128, N=1, NT=1, arch=(9, 0)),
+    "cconv": ConvProblem(B=1, T=64, D=64, W=4, N=1, arch=(9, 0)),
+}
+
+
+def shipped(family):
+    return importlib.import_module(f"kernel_fun.{family}._provenance").SHIPPED
+
+
+@pytest.mark.parametrize("family", CHAINS)
+def test_every_shipped_file_is_the_one_that_was_promoted(family):
+    folder = PACKAGE / family / "stages"
+    listed = {f"{entry.module}.py": entry.sha256 for entry in shipped(family)}
+    there = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.py")}
+    del there["__init__.py"]
+    assert there == listed
+
+
+@pytest.mark.parametrize("family", CHAINS)
+def test_every_shipped_kernel_keeps_the_interface(family):
+    for name, module, why in promoted.modules(f"kernel_fun.{family}"):
+        if module is None:
+            assert "does not import" in why  # and the route says so
+            continue
+        assert module.FAMILY == family
+        assert promoted.module_steps(module, PROBLEMS[family], name, CHAINS[family].STAGES, CHAINS[family].OUTPUTS)
+        ok, reason = module.supports(PROBLEMS[family])
+        assert ok is not bool(reason)
+
+
+@pytest.mark.parametrize("family", CHAINS)
+def test_shipped_kernels_import_only_what_is_installed_with_the_package(family):
+    for entry in shipped(family):
+        tree = ast.parse((PACKAGE / family / "stages" / f"{entry.module}.py").read_text())
+        roots = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                roots.add(node.module.split(".")[0])
+        assert roots <= {*sys.stdlib_module_names, "torch", "triton", "cutlass", "cuda", "fla", "kernel_fun"}
+
+
+@pytest.fixture
+def family_with_a_kernel(monkeypatch):
+    """A made-up family package whose one kernel is `source`."""
+
+    def make(source, name="made_up"):
+        package, provenance = types.ModuleType(name), types.ModuleType(f"{name}._provenance")
+        provenance.SHIPPED = (types.SimpleNamespace(module="k001_x"),)
+        stages = types.ModuleType(f"{name}.stages")
+        stages.__path__ = []
+        package.__path__ = []
+        for module in (package, provenance, stages):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+        class Finder:
+            @staticmethod
+            def find_spec(fullname, path=None, target=None):
+                if fullname == f"{name}.stages.k001_x":
+                    return importlib.util.spec_from_loader(fullname, Finder())
+                return None
+
+            def create_module(self, spec):
+                return None
+
+            def exec_module(self, module):
+                exec(source, module.__dict__)
+
+        monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+        return name
+
+    yield make
+    promoted.modules.cache_clear()
+
+
+def test_a_kernel_that_does_not_import_is_a_reason(family_with_a_kernel):
+    chain = CHAINS["kda"]
+    package = family_with_a_kernel("import cutlass.not_here")
+    steps, reasons = promoted.steps_for(package, PROBLEMS["kda"], chain.STAGES, chain.OUTPUTS)
+    assert steps == []
+    assert len(reasons) == 1
+    assert reasons[0].startswith("k001_x: does not import: No module named 'cutlass")
+    assert "kernel-fun[cu13]" in reasons[0]
+
+
+KERNEL = """
+FAMILY = "kda"
+def run(*, q, p):
+    return {}
+SPANS = {"bwd.intra..bwd.cumsum": run}
+WRITES = {"bwd.intra..bwd.cumsum": ("dq", "dk", "db", "dg")}
+def supports(p):
+    return (p.K == 128, "" if p.K == 128 else f"needs K=128, got {p.K}")
+"""
+
+
+def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch):
+    module = types.ModuleType("k001_x")
+    exec(KERNEL, module.__dict__)
+    monkeypatch.setattr(promoted, "modules", lambda package: (("k001_x", module, ""),))
+    chain = CHAINS["kda"]
+    plan = chain.make_plan(PROBLEMS["kda"])
+    assert "k001_x" in plan.sources()
+    assert "fla:fwd.scan" in plan.sources()
+    assert not {"fla:bwd.intra", "fla:bwd.gva", "fla:bwd.cumsum"} & {*plan.sources()}
+
+    class Elsewhere:
+        is_cpu, is_cuda, device = False, True, types.SimpleNamespace(index=0)
+
+    assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere).what == "k001_x"
+    small = KdaProblem(B=1, T=64, H=1, HV=1, K=96, V=128, N=1, NT=1, arch=(9, 0))
+    assert dispatch.route("kda", chain, small, Elsewhere).reason == "k001_x: needs K=128, got 96"
