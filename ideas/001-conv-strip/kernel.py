@@ -22,9 +22,10 @@ import triton.language as tl
 FAMILY = "cconv"
 
 # BD: channels of a CTA at most; G: rows of a group; stages: groups on their way and at work (1: plain loads); ctas: how
-# many fit on one multiprocessor (64 and 96 registers a thread); regs: a cap on registers, or None.
-FWD = {"BD": 512, "warps": 4, "G": 4, "stages": 4, "ctas": 8, "regs": None}
-BWD = {"BD": 512, "warps": 4, "G": 4, "stages": 3, "ctas": 5, "regs": None}
+# many fit on one multiprocessor; regs: the registers a thread that lets them fit. With states the edges of a strip would
+# spill under that cap, so it is lifted there.
+FWD = {"BD": 512, "warps": 4, "G": 4, "stages": 4, "ctas": 8, "regs": 64}
+BWD = {"BD": 512, "warps": 4, "G": 4, "stages": 3, "ctas": 5, "regs": 96}
 MIN_ROWS = 16  # a shorter strip would read mostly halo
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -97,25 +98,25 @@ def _put(p, b, m_d, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _past(p_x, sx_t, h0, n, t, bos, k: tl.constexpr, o_d, m_d, D, W: tl.constexpr):
-    """X[t - k], p_x being at row t: of x inside the sequence, of its initial state before it, zeros without one."""
-    b = _row_if(p_x - k * sx_t, t - k >= bos, m_d)
+def _past(x, sx_t, h0, n, t, bos, o_d, m_d, D, W: tl.constexpr):
+    """Input row t < eos: of x inside the sequence, of its initial state before it, zeros where there is none."""
+    b = _row_if(x + t.to(tl.int64) * sx_t, t >= bos, m_d)
     if h0 is not None:
-        slot = t - k - bos + W
+        slot = t - bos + W
         b += _row_if(h0 + n.to(tl.int64) * D * W + o_d * W + slot, (slot >= 0) & (slot < W), m_d)
     return b
 
 
 @triton.jit
-def _ring(p_x, sx_t, h0, n, t, bos, o_d, m_d, D, W: tl.constexpr):
+def _ring(x, sx_t, h0, n, t, bos, o_d, m_d, D, W: tl.constexpr):
     """The W - 1 rows before row t, nearest first; the names beyond the window are never read."""
-    x1 = _past(p_x, sx_t, h0, n, t, bos, 1, o_d, m_d, D, W)
+    x1 = _past(x, sx_t, h0, n, t - 1, bos, o_d, m_d, D, W)
     x2 = x1
     x3 = x1
     if W > 2:
-        x2 = _past(p_x, sx_t, h0, n, t, bos, 2, o_d, m_d, D, W)
+        x2 = _past(x, sx_t, h0, n, t - 2, bos, o_d, m_d, D, W)
     if W > 3:
-        x3 = _past(p_x, sx_t, h0, n, t, bos, 3, o_d, m_d, D, W)
+        x3 = _past(x, sx_t, h0, n, t - 3, bos, o_d, m_d, D, W)
     return x1, x2, x3
 
 
@@ -194,7 +195,7 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, 
     p_r = p_y
     if RESIDUAL:
         p_r = residual + a.to(tl.int64) * D
-    x1, x2, x3 = _ring(p_x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
+    x1, x2, x3 = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
     groups = (e - a) // G
     for _ in tl.range(0, groups, num_stages=STAGES):
         rows = ()
@@ -204,20 +205,19 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, 
         for r in tl.static_range(G):
             x0 = rows[r].to(tl.float32)
             _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
-            x3 = x2
-            x2 = x1
-            x1 = x0
+            x1, x2, x3 = x0, x1, x2
             p_y += D
             p_r += D
-    for _ in range(a + groups * G, e):
-        x0 = _row(p_x, m_d, EVEN).to(tl.float32)
+    rest = a + groups * G
+    for i in range(0, e - rest):
+        o_t = (rest + i).to(tl.int64)   # not a carried pointer: the compiler would forget its alignment
+        x0 = _row(x + o_t * sx_t, m_d, EVEN).to(tl.float32)
+        p_y = y + o_t * D
+        p_r = p_y
+        if RESIDUAL:
+            p_r = residual + o_t * D
         _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
-        x3 = x2
-        x2 = x1
-        x1 = x0
-        p_x += sx_t
-        p_y += D
-        p_r += D
+        x1, x2, x3 = x0, x1, x2
 
 
 @triton.jit(do_not_specialize=["N", "T", "L", "NS"])
@@ -268,9 +268,9 @@ def conv_ht_kernel(x, h0, ht, cu_seqlens, T, D, sx_n, sx_t, sx_d, W: tl.constexp
     o_d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     m_d = o_d < D
     x, bos, eos = _sequence(x, cu_seqlens, n, T, sx_n)
-    p_x = x + _channels(o_d, sx_d, X_UNIT) + eos.to(tl.int64) * sx_t
+    x += _channels(o_d, sx_d, X_UNIT)
     for w in tl.static_range(W):
-        b = _past(p_x, sx_t, h0, n, eos, bos, W - w, o_d, m_d, D, W)
+        b = _past(x, sx_t, h0, n, eos - W + w, bos, o_d, m_d, D, W)
         tl.store(ht + n.to(tl.int64) * D * W + o_d * W + w, b.to(ht.dtype.element_ty), mask=m_d)
 
 
@@ -310,11 +310,11 @@ def _dx(g0, g1, g2, g3, w0, w1, w2, w3, W: tl.constexpr):
 
 
 @triton.jit
-def _bwd_edge(p_x, p_dy, inside, own, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d,
+def _bwd_edge(x, dy, t, sx_t, sy_t, inside, own, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d,
               W: tl.constexpr, SILU: tl.constexpr):
-    """A row near an end: its gradient is 0 unless `inside` the sequence; it enters the sums if the strip's `own`."""
-    x0 = _row_if(p_x, inside, m_d)
-    g0 = _grad(_row_if(p_dy, inside, m_d), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
+    """Row t, near an end: its gradient is 0 unless `inside` the sequence; it enters the sums if the strip's `own`."""
+    x0 = _row_if(x + t.to(tl.int64) * sx_t, inside, m_d)
+    g0 = _grad(_row_if(dy + t.to(tl.int64) * sy_t, inside, m_d), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
     d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, tl.where(own, g0, 0.0), x0, x1, x2, x3, W)
     return x0, g0, d0, d1, d2, d3, db
 
@@ -326,21 +326,20 @@ def _bwd_piece(x, dy, dx, h0, dht, n, a, e, bos, eos, D, sx_t, sy_t, o_d, m_d, w
     """Rows [a, e) of the sequence [bos, eos). dx trails the newest row by W - 1: it starts with the gradients of the
     first W - 1 rows in hand, and ends with those of the W - 1 rows after the strip, which another strip sums."""
     LAST: tl.constexpr = W - 1 if dht is None else W   # rows of dx after the main loop; dht reaches the last W
-    p_x = x + a.to(tl.int64) * sx_t
-    p_dy = dy + a.to(tl.int64) * sy_t
-    p_dx = dx + a.to(tl.int64) * D
-    x1, x2, x3 = _ring(p_x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
+    x1, x2, x3 = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
     g1 = tl.zeros_like(x1)
     g2 = g1
     g3 = g1
     for j in tl.static_range(W - 1):
+        t = a + j
         x0, g0, d0, d1, d2, d3, db = _bwd_edge(
-            p_x, p_dy, a + j < eos, a + j < e, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d, W, SILU)
+            x, dy, t, sx_t, sy_t, t < eos, t < e, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d, W, SILU)
         x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
-        p_x += sx_t
-        p_dy += sy_t
     end = tl.maximum(a, e - LAST)
     groups = (end - a) // G
+    p_x = x + (a + (W - 1)).to(tl.int64) * sx_t
+    p_dy = dy + (a + (W - 1)).to(tl.int64) * sy_t
+    p_dx = dx + a.to(tl.int64) * D
     for _ in tl.range(0, groups, num_stages=STAGES):
         xs = ()
         dys = ()
@@ -356,30 +355,27 @@ def _bwd_piece(x, dy, dx, h0, dht, n, a, e, bos, eos, D, sx_t, sy_t, o_d, m_d, w
             _put(p_dx, _dx(g0, g1, g2, g3, w0, w1, w2, w3, W), m_d, EVEN)
             x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
             p_dx += D
-    for _ in range(a + groups * G, end):
-        x0 = _row(p_x, m_d, EVEN).to(tl.float32)
-        g0 = _grad(_row(p_dy, m_d, EVEN).to(tl.float32), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
+    rest = a + groups * G
+    for i in range(0, end - rest):
+        o_s = (rest + i).to(tl.int64)
+        o_t = o_s + (W - 1)
+        x0 = _row(x + o_t * sx_t, m_d, EVEN).to(tl.float32)
+        g0 = _grad(_row(dy + o_t * sy_t, m_d, EVEN).to(tl.float32), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
         d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, g0, x0, x1, x2, x3, W)
-        _put(p_dx, _dx(g0, g1, g2, g3, w0, w1, w2, w3, W), m_d, EVEN)
+        _put(dx + o_s * D, _dx(g0, g1, g2, g3, w0, w1, w2, w3, W), m_d, EVEN)
         x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
-        p_x += sx_t
-        p_dy += sy_t
-        p_dx += D
     for j in tl.static_range(LAST):
         s = end + j
         t = s + (W - 1)
         x0, g0, d0, d1, d2, d3, db = _bwd_edge(
-            p_x, p_dy, (t < eos) & (s < e), (t < e) & (s < e), x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d,
-            W, SILU)
+            x, dy, t, sx_t, sy_t, (t < eos) & (s < e), (t < e) & (s < e), x1, x2, x3, d0, d1, d2, d3, db,
+            w0, w1, w2, w3, b_b, m_d, W, SILU)
         d = _dx(g0, g1, g2, g3, w0, w1, w2, w3, W)
         if dht is not None:
             slot = s - eos + W
             d += _row_if(dht + n.to(tl.int64) * D * W + o_d * W + slot, (slot >= 0) & (slot < W), m_d)
-        tl.store(p_dx, d.to(dx.dtype.element_ty), mask=m_d & (s < e))
+        tl.store(dx + s.to(tl.int64) * D, d.to(dx.dtype.element_ty), mask=m_d & (s < e))
         x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
-        p_x += sx_t
-        p_dy += sy_t
-        p_dx += D
     return d0, d1, d2, d3, db
 
 
@@ -469,16 +465,16 @@ def conv_dh0_kernel(x, dy, weight, bias, h0, dht, dh0, cu_seqlens, T, D, sx_n, s
         b_b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32)
     x, bos, eos = _sequence(x, cu_seqlens, n, T, sx_n)
     dy, bos, eos = _sequence(dy, cu_seqlens, n, T, sy_n)
-    p_x = x + _channels(o_d, sx_d, X_UNIT) + bos.to(tl.int64) * sx_t
-    p_dy = dy + _channels(o_d, sy_d, DY_UNIT) + bos.to(tl.int64) * sy_t
-    x1, x2, x3 = _ring(p_x, sx_t, h0, n, bos, bos, o_d, m_d, D, W)
+    x += _channels(o_d, sx_d, X_UNIT)
+    dy += _channels(o_d, sy_d, DY_UNIT)
+    x1, x2, x3 = _ring(x, sx_t, h0, n, bos, bos, o_d, m_d, D, W)
     gs = ()
-    for t in tl.static_range(W - 1):
-        x0 = _row_if(p_x, bos + t < eos, m_d)
-        gs += (_grad(_row_if(p_dy, bos + t < eos, m_d), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU),)
+    for j in tl.static_range(W - 1):
+        t = (bos + j).to(tl.int64)
+        x0 = _row_if(x + t * sx_t, t < eos, m_d)
+        g = _row_if(dy + t * sy_t, t < eos, m_d)
+        gs += (_grad(g, _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU),)
         x1, x2, x3 = x0, x1, x2
-        p_x += sx_t
-        p_dy += sy_t
     for j in tl.static_range(W):
         d = tl.zeros_like(w0)
         for t in tl.static_range(j):   # slot j lies W - j rows before row 0, so row t sees it at lag t + W - j
@@ -557,7 +553,8 @@ def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
         conv_fwd_kernel[grid](
             x, y, weight, bias, residual, h0, cu_seqlens, p.N, T, D, L, NS, *x.stride(),
             W=W, BD=BD, G=FWD["G"], SILU=p.activation == "silu", EVEN=D % BD == 0,
-            X_UNIT=x.stride(2) == 1, STAGES=FWD["stages"], num_warps=warps, maxnreg=FWD["regs"],
+            X_UNIT=x.stride(2) == 1, STAGES=FWD["stages"], num_warps=warps,
+            maxnreg=FWD["regs"] if h0 is None else None,
         )
     ht = None
     if p.output_final_state:
@@ -588,7 +585,7 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
         conv_bwd_kernel[grid](
             x, dy, dx, partial, weight, bias, h0, dht, cu_seqlens, p.N, T, D, L, NS, *x.stride(), *dy.stride(),
             W=W, BD=BD, G=BWD["G"], SILU=silu, EVEN=D % BD == 0, STAGES=BWD["stages"], **units,
-            num_warps=warps, maxnreg=BWD["regs"],
+            num_warps=warps, maxnreg=BWD["regs"] if h0 is None and dht is None else None,
         )
         BC = min(32, triton.next_power_of_2(D))
         conv_sum_kernel[(triton.cdiv(D, BC), rows)](

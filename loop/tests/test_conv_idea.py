@@ -231,7 +231,7 @@ def test_hopper_build(idea):
         types = {k: v for k, v in given.items() if isinstance(v, str)}
         built = interpreter.compile_sm90(
             kernel, types, {k: v for k, v in given.items() if k not in types}, num_warps=cfg["warps"],
-            **({"maxnreg": cfg["regs"]} if cfg["regs"] else {}),
+            maxnreg=cfg["regs"],
         )
         assert built.spills == 0
         assert built.regs * cfg["warps"] * 32 * cfg["ctas"] <= 65536
