@@ -239,11 +239,12 @@ class _Session:
             values = oracle.take(values, part)
             self.proofs["heads"] = f"{len(part.heads)} of {self.case.HV if self.case.family == 'kda' else self.case.D} at random"
         truth = oracle.oracle(values)
+        terms = oracle.term_sizes(values, truth)
         for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
             cut = found if part is None or found is None else oracle.take_tensors(self.case, found, part)
             for name in self.expected:
                 if cut is not None and cut[name] is not None:
-                    sink[name].append(compare.difference(cut[name], truth[name]))
+                    sink[name].append(compare.difference(cut[name], truth[name], terms.get(name)))
         if theirs is not None and part is not None:
             self._check_other_heads(outputs, theirs)
 

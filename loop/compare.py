@@ -58,8 +58,11 @@ class OutputError:
         return f"{self.name} {self.rel_rms:.2e} (limit {self.limit:.2e}, budget {self.budget:.0e}{fla}): {verdict}"
 
 
-def difference(got: torch.Tensor, reference: torch.Tensor) -> Difference:
-    """Compare two tensors of one shape. ValueError when the shapes differ."""
+def difference(got: torch.Tensor, reference: torch.Tensor, terms: torch.Tensor | None = None) -> Difference:
+    """Compare two tensors of one shape. ValueError when the shapes differ.
+
+    terms: for a sum whose terms cancel, their root sum of squares; the error is relative to it where it is larger than the reference.
+    """
     if got.shape != reference.shape:
         raise ValueError(f"shape {list(got.shape)} differs from the reference's {list(reference.shape)}")
     if not got.numel():
@@ -71,6 +74,8 @@ def difference(got: torch.Tensor, reference: torch.Tensor) -> Difference:
     reference = reference.double()
     delta = got.double() - reference
     error, size = rms(delta), rms(reference)
+    if terms is not None:
+        size = max(size, rms(terms.double()))
     apart = delta.abs().flatten()
     where = apart.argmax()
     return Difference(_relative(error, size), apart[where].item(), _position(where, got), got.numel(), error, size)

@@ -49,6 +49,20 @@ def oracle(inputs: Inputs) -> dict:
     return recurrent(inputs) if inputs.case.T <= RECURRENT_TOKENS else chunked(inputs)
 
 
+def term_sizes(inputs: Inputs, truth: dict) -> dict:
+    """Root sum of squares of the terms of an output that is one long cancelling sum: dA_log [HV].
+
+    Such a sum can come out near zero by chance; an error is then measured against what was summed, not against the accident.
+    """
+    if truth.get("dA_log") is None:
+        return {}
+    x, c = widen(inputs), inputs.case
+    raw = x["g"] + x["dt_bias"].view(c.HV, c.K)
+    # d/dA_log of a gate is its own value (softplus) or its slope times the raw input (safe), against the slope in dg
+    terms = truth["dg"] * (F.softplus(raw) / torch.sigmoid(raw) if c.gate == "softplus" else raw)
+    return {"dA_log": terms.square().sum((0, 1, 3)).sqrt()}
+
+
 # ---------------------------------------------------------------------------------------------------- token by token
 def _sequences(x: Inputs) -> list[tuple[int, int, int]]:
     """(batch row, first token, one past the last) of every sequence."""

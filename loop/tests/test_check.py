@@ -1,0 +1,256 @@
+"""The gate itself: what it asks for, what it reports, and that its token is worth something."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from loop import cases, check, controls, inputs, verdict
+from loop.verdict import CheckError, Status
+
+TINY = cases.get("kda", "tiny")
+CONV = cases.get("cconv", "tiny")
+
+
+@dataclasses.dataclass
+class Bent:
+    """The honest chain with its results passed through `bend`."""
+
+    bend: object
+    family: str = "kda"
+    name: str = "bent"
+    source_sha: str = "0" * 64
+
+    def supports(self, case):
+        return True, ""
+
+    def op(self, given, grad=True):
+        return self.bend(*controls.chain_op(given))
+
+
+def status(bend, case=TINY, **kw):
+    return check.check(Bent(bend, case.family), case, **kw)
+
+
+@pytest.fixture(scope="module")
+def passed():
+    return check.check(controls.honest("kda"), TINY)
+
+
+def test_a_pass_shows_its_evidence(passed):
+    assert passed.ok and passed.findings == () and passed.message == "" and passed.token
+    assert set(passed.errors) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+    assert all(0 < e.rel_rms <= e.limit <= e.budget and e.fla_rel_rms is None for e in passed.errors.values())
+    assert {"poison", "guards", "inputs", "contract", "finite", "repeats", "reuse", "values", "stream"} <= set(passed.proofs)
+    assert len(set(passed.seeds)) == 2 and passed.device == "cpu" and passed.seconds > 0
+    assert json.loads(json.dumps(passed.to_dict()))["status"] == "PASSED"
+
+
+def test_seeds_are_fresh_and_a_check_can_be_repeated(passed):
+    other = check.check(controls.honest("kda"), TINY)
+    assert other.seeds != passed.seeds
+    again = check.check(controls.honest("kda"), TINY, passed.seeds)
+    assert again.errors == passed.errors
+
+
+@pytest.mark.parametrize("seeds", [1, 0, (3,), (3, 3)])
+def test_one_seed_is_not_enough(seeds):
+    with pytest.raises(CheckError, match="at least two different seeds"):
+        check.check(controls.honest("kda"), TINY, seeds)
+
+
+def test_a_forward_alone():
+    result = check.check(controls.honest("kda"), TINY, grad=False)
+    assert result.ok and set(result.errors) == {"o"}
+
+
+def test_wrong_families_and_cases_are_refused_in_one_line():
+    with pytest.raises(CheckError, match="arm control:honest is of family kda, case tiny of cconv"):
+        check.check(controls.honest("kda"), CONV)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU"):
+            check.check(controls.honest("kda"), cases.get("kda", "small"))
+
+
+def test_the_arms_own_no_is_reported():
+    arm = Bent(lambda o, ht: (o, ht))
+    arm.supports = lambda case: (False, "needs K=128, got 64")
+    result = check.check(arm, TINY)
+    assert result.status is Status.UNSUPPORTED and result.message == "needs K=128, got 64" and result.token is None
+
+
+def test_an_exception_is_a_finding_with_its_traceback():
+    def bend(o, ht):
+        raise RuntimeError("no such\nkernel")
+
+    result = status(bend)
+    assert result.status is Status.ERROR and result.message == "RuntimeError: no such kernel"
+    assert "in bend" in result.detail and result.findings == ("ERROR: RuntimeError: no such kernel",)
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda o, ht: (o.float(), ht),
+        lambda o, ht: (o.transpose(1, 2), ht),
+        lambda o, ht: (o, o.float()),
+        lambda o, ht: (o.detach(), ht),
+    ],
+    ids=["dtype", "shape", "a state nobody asked for", "no gradient"],
+)
+def test_broken_contracts(bend):
+    assert status(bend).status in (Status.WRONG_DTYPE, Status.ERROR)
+
+
+def test_an_error_just_over_the_limit_is_found_and_one_below_is_not():
+    def noisy(size):
+        def bend(o, ht):
+            draw = torch.Generator().manual_seed(0)
+            noise = torch.randn(o.shape, generator=draw) * o.detach().float().square().mean().sqrt()
+            return o + (size * noise).to(o.dtype), ht
+
+        return bend
+
+    assert status(noisy(0.001)).ok
+    found = status(noisy(0.006))
+    assert found.status is Status.WRONG_VALUE and not found.errors["o"].ok and found.errors["dv"].ok
+    assert found.message.startswith("o ") and "worst at" in found.message
+
+
+def test_one_wrong_element_of_thousands_is_found():
+    def bend(o, ht):
+        wrong = torch.zeros_like(o)
+        wrong[1, 77, 0, 5] = 2.0
+        return o + wrong, ht
+
+    found = status(bend)
+    assert found.status is Status.WRONG_VALUE and found.errors["o"].worst == (1, 77, 0, 5)
+
+
+def test_nan_that_was_computed_is_told_from_nan_that_was_found():
+    found = status(lambda o, ht: (o / o.detach().mul(0), ht))
+    assert found.status is Status.NON_FINITE and "entries" in found.message
+
+
+def test_a_copied_gradient_may_be_the_incoming_one():
+    result = check.check(controls.honest("cconv"), cases.get("cconv", "tiny_residual"))
+    assert result.ok and result.errors["dresidual"].rel_rms == 0
+
+
+def test_an_output_that_is_an_input_is_a_reuse():
+    found = check.check(Bent(lambda y, ht: (y, ht), "cconv"), cases.get("cconv", "tiny_linear"))
+    assert found.ok
+
+    class Alias(Bent):
+        def op(self, given, grad=True):
+            return Same.apply(*controls.chain_op(given)[:1], given["x"]), None
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, x):
+            x.data.copy_(y)
+            return x.data.view(x.shape)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    assert check.check(Alias(None, "cconv"), CONV).status is Status.INPUT_MODIFIED
+
+
+# ------------------------------------------------------------------------------------------------------------ token
+def test_the_token_is_of_this_arm_case_device_and_process(passed):
+    arm = controls.honest("kda")
+    verdict.require(passed.token, arm, TINY, "cpu")
+    verdict.require(passed.token, arm, TINY, "cpu", grad=False)
+    with pytest.raises(CheckError, match="another check"):
+        verdict.require(passed.token, arm, cases.get("kda", "tiny_gate"), "cpu")
+    with pytest.raises(CheckError, match="another check"):
+        verdict.require(passed.token, arm, TINY, "cuda:0")
+    with pytest.raises(CheckError, match="another check"):
+        verdict.require(passed.token, dataclasses.replace(arm, source_sha="1" * 64), TINY, "cpu")
+    for token in (None, "f" * 64):
+        with pytest.raises(CheckError, match="has no passed check in this process"):
+            verdict.require(token, arm, TINY, "cpu")
+
+
+def test_a_forward_check_does_not_cover_a_backward():
+    arm = controls.honest("cconv")
+    token = check.check(arm, CONV, grad=False).token
+    verdict.require(token, arm, CONV, "cpu", grad=False)
+    with pytest.raises(CheckError, match="another check"):
+        verdict.require(token, arm, CONV, "cpu", grad=True)
+
+
+def test_an_edit_after_the_check_is_noticed(passed):
+    class Edited:
+        family, name, source_sha = "kda", "control:honest", controls.honest("kda").source_sha
+
+        def current_sha(self):
+            return "2" * 64
+
+    with pytest.raises(CheckError, match="changed since it was checked"):
+        verdict.require(passed.token, Edited(), TINY, "cpu")
+
+
+@pytest.mark.parametrize("case", [*cases.select("cconv", "tiny")], ids=lambda c: c.id)
+def test_the_reference_convolution_passes_every_tiny_case(case):
+    result = check.check(controls.honest("cconv"), case)
+    assert result.ok, f"{result}\n{result.detail}"
+
+
+@pytest.mark.parametrize("case", [*cases.select("kda", "tiny")], ids=lambda c: c.id)
+def test_the_reference_chain_passes_every_tiny_case(case):
+    result = check.check(controls.honest("kda"), case)
+    assert result.ok, f"{result}\n{result.detail}"
+
+
+@pytest.mark.gpu
+def test_fla_itself_is_within_its_limits_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("fla's kernels need a GPU, and torch finds none here")
+    from loop import arms
+
+    result = check.check(arms.make("kda", "000"), cases.get("kda", "small"))
+    assert result.ok, f"{result}\n{result.detail}"
+
+
+def test_large_cases_are_judged_on_random_slices(monkeypatch):
+    """The path of the production cases, on a small one whose tag is taken away."""
+    case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
+    monkeypatch.setattr(check, "HEADS", 1)
+    result = check.check(controls.honest("kda"), case)
+    assert result.ok and result.proofs["heads"] == "2 of 4 at random"
+
+    def bend(o, ht):
+        wrong = torch.ones_like(o)
+        wrong[:, :, :2] = 0  # the first group only
+        return o * wrong, ht
+
+    found = {status(bend, case, seeds=(s, s + 1)).status for s in range(0, 8, 2)}
+    assert Status.WRONG_VALUE in found
+
+
+def test_heads_outside_the_slice_are_held_against_the_baseline(monkeypatch):
+    """On a GPU fla computes every head; here the honest chain stands in for it."""
+    case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
+    monkeypatch.setattr(check, "HEADS", 1)
+
+    def session(bend):
+        found = check._Session(Bent(bend), case, (1, 2), torch.device("cpu"), True, None)
+        found.baseline = "honest"
+        found._baseline_outputs = lambda values: inputs.run(controls.honest("kda").op, values)
+        return found
+
+    session(lambda o, ht: (o, ht)).run()
+
+    def bend(o, ht):
+        seen = check.oracle.choose(case, 1, 1).heads
+        keep = torch.zeros_like(o)
+        keep[:, :, list(seen)] = 1
+        return o * keep, ht
+
+    with pytest.raises(verdict.Rejected, match="over all heads") as info:
+        session(bend).run()
+    assert info.value.status is Status.WRONG_VALUE
