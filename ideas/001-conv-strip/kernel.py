@@ -22,7 +22,7 @@ import triton.language as tl
 FAMILY = "cconv"
 
 # BD: channels of a CTA at most; G: rows of a group; stages: groups on their way and at work (1: plain loads); ctas: how
-# many fit on one multiprocessor; regs: the registers a thread that lets them fit. With states the edges of a strip would
+# many fit on one multiprocessor; regs: the registers a thread that let them fit. With states the edges of a strip would
 # spill under that cap, so it is lifted there.
 FWD = {"BD": 512, "warps": 4, "G": 4, "stages": 4, "ctas": 8, "regs": 64}
 BWD = {"BD": 512, "warps": 4, "G": 4, "stages": 3, "ctas": 5, "regs": 96}
