@@ -1,18 +1,19 @@
 """Gradients that reach a chunk through the boundary states and the triangular solve, each large tensor read once.
 
 Parent: 000 (replaces fla's wy_dqkg backward).
-Delta: one program per (chunk, value head) forms all K columns in one pass over V: do h^T, y h^T and v_new dh^T, with the solve
-    differentiated as y = Akk^T dv, dMkk = -y v_new^T, d(k 2^gk) = -beta y h^T: no w, no u, no product of three 64x64 matrices.
-Why it should be faster: fla's slabs of the key dimension each read do, v_new and dv again. Read once and written once, the tensors
-    are 7.5 KB a token-head at K128 V256 (15.7 GB at B16 T8192 H16, 3.7 ms at 4.2 TB/s) and 5.5 KB at K128 V128. Products: 17 MFLOP a
-    chunk (0.55 TFLOP, under 1 ms), so memory decides.
-Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16. Any gate (every exponent is <= 0), any T, packed sequences, GVA.
+Delta: one program per (chunk, value head) forms all K columns in one pass over V: do h^T, y h^T and v_new dh^T; the
+    solve is differentiated as y = Akk^T dv, dMkk = -y v_new^T, d(k 2^gk) = -beta y h^T: no w, no u, no 64^3 product.
+Why it should be faster: fla's slabs of the key dimension each read do, v_new and dv again. Read once and written once,
+    the tensors are 7.5 KB a token-head at K128 V256 (15.7 GB at B16 T8192 H16, 3.7 ms at 4.2 TB/s), 5 KB at V128.
+    Products: 17 MFLOP a chunk (0.55 TFLOP, under 1 ms), so memory decides.
+Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16. Any gate (every exponent is <= 0), any T, packed, GVA.
 """
 import torch
 import triton
 import triton.language as tl
-from kernel_fun._common.problem import CHUNK
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernel_fun._common.problem import CHUNK
 
 FAMILY = "kda"
 BK, BV = 128, 64          # key columns per pass over V (at most K), value columns per step
@@ -23,23 +24,26 @@ MAXNREG = None
 Y_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32}
 
 
-# ------------------------------------------------------------------------------------------------------------ device code
+# ------------------------------------------------------------------------------------------------------ device code
 @triton.jit
 def _tile(x, row, col, m_rows, stride: tl.constexpr, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
-    """[R, C] tile at (row, col): by descriptor (rows beyond the chunk are not masked), or by pointer with m_rows (None: all rows)."""
+    """[R, C] tile at (row, col): by descriptor (reads every row), or by pointer under m_rows (None: every row)."""
     if TMA:
-        return x.load([row.to(tl.int32), col])
-    p_x = x + row * stride + tl.arange(0, R)[:, None] * stride + (col + tl.arange(0, C))[None, :]
-    if m_rows is None:
-        return tl.load(p_x)
-    return tl.load(p_x, mask=m_rows[:, None], other=0.0)
+        b_x = x.load([row.to(tl.int32), col])
+    else:
+        p_x = x + row * stride + tl.arange(0, R)[:, None] * stride + (col + tl.arange(0, C))[None, :]
+        if m_rows is None:
+            b_x = tl.load(p_x)
+        else:
+            b_x = tl.load(p_x, mask=m_rows[:, None], other=0.0)
+    return b_x
 
 
 @triton.jit
 def _value_pass(
     do, v_new, dv, v, h, dh, p_dv_out, b_At, b_beta, m_t, row, i_hv, row_h,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, Y: tl.constexpr, FIRST: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, Y: tl.constexpr,
+    FIRST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Sums over V for BK key columns: do h^T, y h^T, v_new dh^T [BT, BK] and sum_V h dh [BK].
 
@@ -78,10 +82,10 @@ def bwd_wy_kernel(
     q, k, gk, beta, Akk, do, v_new, dv, v, h, dh,            # in; do .. dh pointers, or descriptors if TMA
     dq, dk, dv_out, dg, db, dAkk,                            # out
     cu_seqlens, chunk_indices, scale, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    Y: tl.constexpr, IS_VARLEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, Y: tl.constexpr, IS_VARLEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):
-    i_c, i_hv = (tl.program_id(0) // HV).to(tl.int64), (tl.program_id(0) % HV).to(tl.int64)   # chunk of the whole call, value head
+    i_c, i_hv = (tl.program_id(0) // HV).to(tl.int64), (tl.program_id(0) % HV).to(tl.int64)   # chunk of the call, head
     i_h = i_hv // (HV // H)
     if IS_VARLEN:
         i_n, i_t = tl.load(chunk_indices + i_c * 2).to(tl.int64), tl.load(chunk_indices + i_c * 2 + 1).to(tl.int64)
@@ -109,27 +113,29 @@ def bwd_wy_kernel(
         o_k = i_k + tl.arange(0, BK)
         o_qk = (row * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
         o_gk = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
-        # rows beyond the sequence repeat its last gate: they do not decay
-        b_g = tl.load(gk + head * K + tl.minimum(o_t, n_t - 1)[:, None] * (HV * K) + o_k[None, :])
-        b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)
-        b_q = tl.load(q + o_qk, mask=m_t[:, None], other=0.0)
-        b_k = tl.load(k + o_qk, mask=m_t[:, None], other=0.0).to(tl.float32)
-        b_up = tl.exp2(b_g)
+        # Each operand is loaded where it is used (no load moves above a store), and gk twice: registers are short here.
+        o_g = tl.minimum(o_t, n_t - 1)                       # a row beyond the sequence does not decay
+        p_g = gk + head * K + o_g[:, None] * (HV * K) + o_k[None, :]
+        b_up = tl.exp2(tl.load(p_g))
         b_dq = b_xq * b_up * scale
         tl.store(dq + o_gk, b_dq, mask=m_t[:, None])
+        b_dg = b_dq * tl.load(q + o_qk, mask=m_t[:, None], other=0.0)
+        b_k = tl.load(k + o_qk, mask=m_t[:, None], other=0.0)
         b_ku = b_xk * b_up                                   # minus the gradient of beta k 2^gk's k, before beta
-        b_db += b_yv - tl.sum(b_k * b_ku, 1)
-        b_ku = -b_beta[:, None] * b_ku
-        b_kd = b_xd * tl.exp2(b_gn[None, :] - b_g)           # gradient of k inside k 2^(G - gk)
-        tl.store(dk + o_gk, b_ku + b_kd, mask=m_t[:, None])
+        b_kku = b_k * b_ku
+        b_db += b_yv - tl.sum(b_kku, 1)
+        b_dg -= b_beta[:, None] * b_kku
+        b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)
+        b_kd = b_xd * tl.exp2(b_gn[None, :] - tl.load(p_g))  # gradient of k inside k 2^(G - gk)
+        tl.store(dk + o_gk, b_kd - b_beta[:, None] * b_ku, mask=m_t[:, None])
         b_kkd = b_k * b_kd
         b_tail = tl.sum(b_kkd, 0) + tl.exp2(b_gn) * b_hh     # the chunk's whole decay, at its last row
-        b_dg = b_q * b_dq + b_k * b_ku - b_kkd + tl.where((o_t == n_t - 1)[:, None], b_tail[None, :], 0.0)
+        b_dg += tl.where((o_t == n_t - 1)[:, None], b_tail[None, :], 0.0) - b_kkd
         tl.store(dg + o_gk, b_dg, mask=m_t[:, None])
     tl.store(db + head + o_t * HV, b_db, mask=m_t)
 
 
-# ------------------------------------------------------------------------------------------------------------- host code
+# ------------------------------------------------------------------------------------------------------- host code
 def supports(p):
     if p.K not in (64, 128):
         return False, f"needs K=64 or 128, got {p.K}"
@@ -141,7 +147,10 @@ def supports(p):
 
 
 def run(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
-    """Tensors as in the chain's contract; returns dq, dk, dg fp32 [B,T,HV,K], db fp32 [B,T,HV], dv [B,T,HV,V], dAkk fp32 [B,T,HV,64]."""
+    """Tensors as in the chain's contract.
+
+    Returns fp32 dq, dk, dg [B,T,HV,K], db [B,T,HV], dAkk [B,T,HV,64], and dv [B,T,HV,V] in the problem's dtype.
+    """
     def grad(*shape, dtype=torch.float32):
         x = torch.empty(p.B, p.T, p.HV, *shape, dtype=dtype, device=q.device)
         if p.varlen:                     # tokens after the last sequence belong to none: their gradient is zero
