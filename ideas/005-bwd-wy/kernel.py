@@ -17,7 +17,7 @@ from kernel_fun._common.problem import CHUNK
 
 FAMILY = "kda"
 BK, BV = 128, 64          # key columns per pass over V (at most K), value columns per step
-NUM_WARPS, NUM_STAGES = 8, 2
+NUM_WARPS, NUM_STAGES = 8, 3
 TMA = False               # tiles of the [.., V] tensors by descriptor where the layout allows it
 MAXNREG = None
 # y has no scale, so fp16 could overflow: fp16 problems multiply it in tf32 (the same mantissa), bf16 problems in bf16.
@@ -113,20 +113,21 @@ def bwd_wy_kernel(
         o_k = i_k + tl.arange(0, BK)
         o_qk = (row * H + i_h) * K + o_t[:, None] * (H * K) + o_k[None, :]
         o_gk = head * K + o_t[:, None] * (HV * K) + o_k[None, :]
-        # Each operand is loaded where it is used (no load moves above a store), and gk twice: registers are short here.
         o_g = tl.minimum(o_t, n_t - 1)                       # a row beyond the sequence does not decay
-        p_g = gk + head * K + o_g[:, None] * (HV * K) + o_k[None, :]
-        b_up = tl.exp2(tl.load(p_g))
+        # all loads before the first store: none can move above one, and their latencies then overlap
+        b_g = tl.load(gk + head * K + o_g[:, None] * (HV * K) + o_k[None, :])
+        b_q = tl.load(q + o_qk, mask=m_t[:, None], other=0.0)
+        b_k = tl.load(k + o_qk, mask=m_t[:, None], other=0.0)
+        b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)
+        b_up = tl.exp2(b_g)
         b_dq = b_xq * b_up * scale
         tl.store(dq + o_gk, b_dq, mask=m_t[:, None])
-        b_dg = b_dq * tl.load(q + o_qk, mask=m_t[:, None], other=0.0)
-        b_k = tl.load(k + o_qk, mask=m_t[:, None], other=0.0)
+        b_dg = b_dq * b_q
         b_ku = b_xk * b_up                                   # minus the gradient of beta k 2^gk's k, before beta
         b_kku = b_k * b_ku
         b_db += b_yv - tl.sum(b_kku, 1)
         b_dg -= b_beta[:, None] * b_kku
-        b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)
-        b_kd = b_xd * tl.exp2(b_gn[None, :] - tl.load(p_g))  # gradient of k inside k 2^(G - gk)
+        b_kd = b_xd * tl.exp2(b_gn[None, :] - b_g)           # gradient of k inside k 2^(G - gk)
         tl.store(dk + o_gk, b_kd - b_beta[:, None] * b_ku, mask=m_t[:, None])
         b_kkd = b_k * b_kd
         b_tail = tl.sum(b_kkd, 0) + tl.exp2(b_gn) * b_hh     # the chunk's whole decay, at its last row
