@@ -2,7 +2,8 @@
 # # Error against gate strength
 # The same inputs with gates made weaker and stronger, and what an arm's outputs then differ by from the fp64 oracle.
 # A kernel that factors an exponential through a reference row that does not lie between its two rows overflows on the
-# right side of this plot; one that keeps its state in bf16 drifts on the left.
+# right side of this plot; one that keeps its state in bf16 drifts on the left,
+# where the state outlives the sequence and with beta near 2 even fla misses its budget.
 
 # %% tags=["parameters"]
 family: str = "kda"
