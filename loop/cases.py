@@ -1,178 +1,20 @@
 """The named cases: shape, flags and input distribution of every problem that is checked, timed or recorded.
 
-A case is what two rows must share to be comparable, so an id never changes its meaning: to change a case, add another one.
-Tags: "tiny" runs on a CPU in Triton's interpreter; "gpu" is too large for that; "smoke" is the quick choice on either machine;
-"primary" are the headline cases; "full" is everything a promotion is checked on.
-"""
+A case is what two rows must share to be comparable, so an id never changes its meaning: to change a case, add another
+one. Tags: "tiny" runs on a CPU in Triton's interpreter; "gpu" is too large for that; "smoke" is the quick choice on
+either machine; "primary" are the headline cases; "full" is everything a promotion is checked on."""
 
 import difflib
-import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
 
 import torch
 
-from kernel_fun._common.problem import CHUNK, INTERPRETER, ConvProblem, KdaProblem
+from .casetypes import DTYPES, Case, ConvCase, Dist, KdaCase
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LOWER_BOUND = -5.0  # of the safe gate, as fla's tests and layers use it
-
-
-@dataclass(frozen=True)
-class Dist:
-    """How a KDA case draws its values; `loop.inputs` holds the formulas.
-
-    keys: "rand" draws q, k, v from U(0,1) (keys correlate: the hard case for the inverse), "randn" from N(0,1).
-    beta_max: beta = beta_max * sigmoid(randn) when the kernel is given beta itself.
-    strength: multiplies the log decay. mask: share of gate entries set to -1000 ("log" gates only).
-    """
-
-    keys: str = "randn"
-    beta_max: float = 1.0
-    strength: float = 1.0
-    mask: float = 0.0
-
-
-@dataclass(frozen=True)
-class KdaCase:
-    """One `chunk_kda` problem. q, k [B,T,H,K]; v [B,T,HV,V]; `lengths` packs sequences into B=1 (then T is their sum)."""
-
-    id: str
-    T: int
-    H: int
-    K: int
-    V: int
-    why: str
-    tags: frozenset[str]
-    B: int = 1
-    HV: int = 0  # 0: as many as H
-    lengths: tuple[int, ...] = ()
-    dtype: str = "bf16"
-    g_dtype: str = "fp32"
-    beta_dtype: str = "fp32"
-    gate: str = "log"
-    l2norm: bool = False
-    beta_sigmoid: bool = False
-    neg_eigval: bool = False
-    h0: bool = False
-    ht: bool = False
-    dist: Dist = field(default_factory=Dist)
-
-    family = "kda"
-
-    def __post_init__(self):
-        if not self.HV:
-            object.__setattr__(self, "HV", self.H)
-        if self.lengths and (self.B != 1 or self.T != sum(self.lengths)):
-            raise ValueError(f"case {self.id}: packed lengths sum to {sum(self.lengths)}, so B=1 and T={sum(self.lengths)}")
-
-    @property
-    def N(self) -> int:
-        """Sequences: states have this many rows."""
-        return len(self.lengths) or self.B
-
-    @property
-    def lower_bound(self) -> float | None:
-        return LOWER_BOUND if self.gate == "safe" else None
-
-    def problem(self, arch: tuple[int, int] = INTERPRETER) -> KdaProblem:
-        """What kernels are given; `arch` is the compute capability, (0, 0) for the interpreter."""
-        raw = self.gate != "log"
-        return KdaProblem(
-            B=self.B, T=self.T, H=self.H, HV=self.HV, K=self.K, V=self.V, N=self.N, NT=_chunks(self),
-            dtype=DTYPES[self.dtype], g_dtype=DTYPES[self.g_dtype], beta_dtype=DTYPES[self.beta_dtype],
-            gate=self.gate, lower_bound=self.lower_bound, safe_gate=self.gate == "safe", scale=self.K**-0.5,
-            l2norm=self.l2norm, beta_sigmoid=self.beta_sigmoid, neg_eigval=self.neg_eigval, has_h0=self.h0,
-            output_final_state=self.ht, has_A_log=raw, has_dt_bias=raw, varlen=bool(self.lengths), arch=arch,
-        )  # fmt: skip
-
-    def op_kwargs(self) -> dict:
-        """The keyword arguments of `chunk_kda` that are not tensors."""
-        return {
-            "scale": self.K**-0.5,
-            "output_final_state": self.ht,
-            "use_qk_l2norm_in_kernel": self.l2norm,
-            "use_gate_in_kernel": self.gate != "log",
-            "use_beta_sigmoid_in_kernel": self.beta_sigmoid,
-            "allow_neg_eigval": self.neg_eigval,
-            "safe_gate": self.gate == "safe",
-            "lower_bound": self.lower_bound,
-        }
-
-    @property
-    def sha(self) -> str:
-        return _sha(self)
-
-    def describe(self) -> str:
-        """One line: the shape and every flag that is on."""
-        heads = f"H{self.H}" + (f" HV{self.HV}" if self.HV != self.H else "")
-        on = [n for n in ("l2norm", "beta_sigmoid", "neg_eigval", "h0", "ht") if getattr(self, n)]
-        packed = [f"packed {','.join(map(str, self.lengths))}"] if self.lengths else []
-        types = f"{self.dtype} g:{self.g_dtype} beta:{self.beta_dtype}"
-        return " ".join([f"B{self.B} T{self.T} {heads} K{self.K} V{self.V}", types, f"gate:{self.gate}", *packed, *on])
-
-
-@dataclass(frozen=True)
-class ConvCase:
-    """One `causal_conv1d` problem. x, y [B,T,D]; weight [D,W]; `layout` says how x lies in memory."""
-
-    id: str
-    T: int
-    D: int
-    W: int
-    why: str
-    tags: frozenset[str]
-    B: int = 1
-    lengths: tuple[int, ...] = ()
-    dtype: str = "bf16"
-    w_dtype: str = "fp32"
-    activation: str | None = "silu"
-    bias: bool = False
-    residual: bool = False
-    h0: bool = False
-    ht: bool = False
-    layout: str = "contiguous"  # "sliced": channels D..2D of a [B,T,3D] projection; "transposed": [B,D,T] in memory
-    dist: Dist = field(default_factory=Dist)
-
-    family = "cconv"
-
-    @property
-    def N(self) -> int:
-        return len(self.lengths) or self.B
-
-    def problem(self, arch: tuple[int, int] = INTERPRETER) -> ConvProblem:
-        return ConvProblem(
-            B=self.B, T=self.T, D=self.D, W=self.W, N=self.N, dtype=DTYPES[self.dtype], w_dtype=DTYPES[self.w_dtype],
-            activation=self.activation, has_bias=self.bias, has_residual=self.residual, has_h0=self.h0,
-            output_final_state=self.ht, varlen=bool(self.lengths), arch=arch,
-        )  # fmt: skip
-
-    def op_kwargs(self) -> dict:
-        return {"activation": self.activation, "output_final_state": self.ht}
-
-    @property
-    def sha(self) -> str:
-        return _sha(self)
-
-    def describe(self) -> str:
-        on = [n for n in ("bias", "residual", "h0", "ht") if getattr(self, n)]
-        packed = [f"packed {','.join(map(str, self.lengths))}"] if self.lengths else []
-        shape = f"B{self.B} T{self.T} D{self.D} W{self.W}"
-        return " ".join([shape, self.dtype, f"w:{self.w_dtype} act:{self.activation} x:{self.layout}", *packed, *on])
-
-
-Case = KdaCase | ConvCase
-
-
-def _chunks(case) -> int:
-    lengths = case.lengths or (case.T,) * case.B
-    return sum(-(-n // CHUNK) for n in lengths)
-
-
-def _sha(case) -> str:
-    """Identity of what a case means: every field but its tags and its reason."""
-    text = repr([(f.name, getattr(case, f.name)) for f in fields(case) if f.name not in ("tags", "why")])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+__all__ = [
+    "CCONV", "DTYPES", "FAMILIES", "KDA", "Case", "ConvCase", "Dist", "KdaCase", "closest", "family_cases", "get",
+    "require_device", "select",
+]  # fmt: skip
 
 
 def _tags(text: str) -> frozenset[str]:
@@ -212,9 +54,11 @@ KDA = (
           T=171, lengths=(70, 0, 1, 100), **_STATE, **_TRAIN),
     _tiny("tiny_gva", "two value heads share a q/k head", H=2, HV=4, T=96, **_TRAIN),
     _tiny("tiny_state", "initial and final state with gradients", B=2, **_STATE),
-    # no h0 with strong gates: its gradient is a few numbers that survive the first steps, too few to have a relative error
+    # no h0 with strong gates: its gradient is the few numbers that survive the first steps, too few for an error
     _tiny("tiny_strong", "gates 16 times stronger: a thousand log2 units a chunk", dist=_STRONG, ht=True),
     _tiny("tiny_mask", "a tenth of the gate entries at -1000", dist=Dist("randn", 1.0, mask=0.1), **_STATE),
+    _tiny("tiny_reset", "a tenth of the gate entries at -inf, where fla itself gives NaN", "tiny",
+          dist=Dist("randn", 1.0, mask=0.1, mask_value=float("-inf")), ht=True),
     _tiny("tiny_weak", "decay of a thousandth a step: the state outlives the sequence", T=192,
           dist=Dist("randn", 1.0, strength=1e-3), **_STATE),
     _tiny("tiny_persist", "nothing decays: rounding of a carried state adds up", "tiny", T=1024,
@@ -227,7 +71,7 @@ KDA = (
     _gpu("kimi8192_softplus", "32 heads, V 128, unbounded gate", "gpu primary full", **_KIMI8192, **_TRAIN),
     _gpu("kimi8192_safe", "32 heads, V 128, bounded gate and beta's sigmoid in the kernel", "gpu primary full",
          beta_sigmoid=True, **_KIMI8192, **{**_TRAIN, "gate": "safe"}),
-    _gpu("long64k_softplus", "one sequence of 65536", "gpu primary full", B=1, T=65536, H=32, beta_dtype="bf16", **_TRAIN),
+    _gpu("long64k_softplus", "one sequence of 65536", "gpu primary full", T=65536, H=32, beta_dtype="bf16", **_TRAIN),
     _gpu("small", "16 heads of one sequence: fewer programs than SMs", "gpu smoke primary full", B=1, T=4096, H=16,
          beta_dtype="bf16", **_TRAIN),
     _gpu("gva", "two value heads share a q/k head", B=4, T=8192, H=16, HV=32, beta_dtype="bf16", **_TRAIN),
@@ -251,6 +95,9 @@ def _tiny_conv(name, why, tags="tiny full", **kw) -> ConvCase:
     return ConvCase(id=name, why=why, tags=_tags(tags), **{"B": 2, "T": 70, "D": 48, "W": 4, **kw})
 
 
+_PACKED = {"B": 1, "T": 75, "lengths": (40, 0, 1, 2, 32)}
+
+
 def _gpu_conv(name, why, tags="gpu full", **kw) -> ConvCase:
     return ConvCase(id=name, why=why, tags=_tags(tags), **{"B": 16, "T": 8192, "D": 2048, "W": 4, **kw})
 
@@ -261,9 +108,8 @@ CCONV = (
     _tiny_conv("tiny_residual", "a residual added after the activation", residual=True),
     _tiny_conv("tiny_linear", "no activation", activation=None, bias=True, residual=True),
     _tiny_conv("tiny_state", "initial and final state with gradients", **_STATE),
-    _tiny_conv("tiny_varlen", "packed: an empty sequence, shorter than W, ragged", B=1, T=75, lengths=(40, 0, 1, 2, 32)),
-    _tiny_conv("tiny_varlen_state", "packed with states", B=1, T=75, lengths=(40, 0, 1, 2, 32), bias=True, residual=True,
-               **_STATE),
+    _tiny_conv("tiny_varlen", "packed: an empty sequence, some shorter than W", **_PACKED),
+    _tiny_conv("tiny_varlen_state", "packed with states", bias=True, residual=True, **_PACKED, **_STATE),
     _tiny_conv("tiny_w2", "two taps", W=2),
     _tiny_conv("tiny_w3", "three taps", W=3, bias=True),
     _tiny_conv("tiny_fp16", "fp16", dtype="fp16"),

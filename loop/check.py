@@ -1,11 +1,11 @@
 """The gate: an arm is timed, recorded and promoted only after this has found nothing against it.
 
-For a case and fresh random seeds, `check` runs the arm forward and backward with everything it allocates poisoned and every buffer
-between guard bands (`loop.poison`), and shows, in this order: nothing was written out of bounds, no input changed, the outputs have the
-contract's dtypes and shapes and are finite, the same inputs give the same bits whatever uninitialised memory holds, new values in the
-same buffers give new results and leave the old ones alone, the work waits for the caller's stream, and each output is as close to the
-fp64 oracle as its budget and fla's own error ask.
-"""
+For a case and fresh random seeds, `check` runs the arm forward and backward with everything it allocates poisoned and
+every buffer between guard bands (`loop.poison`), and shows, in this order: nothing was written out of bounds, no
+input changed, the outputs have the contract's dtypes and shapes and are finite, the same inputs give the same bits
+whatever uninitialised memory holds, new values in the same buffers give new results and leave the old ones alone, the
+work waits for the caller's stream, and each output is as close to the fp64 oracle as its budget and fla's own error
+ask."""
 
 import secrets
 import time
@@ -18,8 +18,8 @@ from . import cases, compare, contract, inputs, oracle, poison
 from .compare import same_bits
 from .verdict import CheckError, CheckResult, Rejected, Status, issue
 
-HEADS = 2         # groups of heads (or blocks of channels) compared with the oracle where the case is large
-RUNS = 3          # on a GPU; a CPU runs one program at a time, so two runs say as much
+HEADS = 2  # groups of heads (or blocks of channels) compared with the oracle where the case is large
+RUNS = 3  # on a GPU; a CPU runs one program at a time, so two runs say as much
 PLAUSIBLE = 0x3F  # a byte that makes finite, ordinary numbers in every format (0.75 in bf16 and fp32)
 SLEEP_CYCLES = 600_000_000  # about 0.3 s: longer than it takes to launch a call
 
@@ -55,11 +55,22 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
     except Exception as err:
         status, message = Status.ERROR, f"{type(err).__name__}: {' '.join(str(err).split())[:300]}"
         detail = traceback.format_exc()
-    passed = status is Status.PASSED
     return CheckResult(
-        case.family, arm.name, case.id, status, message, seeds, session.errors, session.proofs, str(device), arm.source_sha,
-        time.perf_counter() - start, grad, detail, issue(arm, case, str(device), grad) if passed else None,
-    )  # fmt: skip
+        family=case.family,
+        arm=arm.name,
+        case=case.id,
+        status=status,
+        message=message,
+        seeds=seeds,
+        errors=session.errors,
+        proofs=session.proofs,
+        device=str(device),
+        source_sha=arm.source_sha,
+        seconds=time.perf_counter() - start,
+        grad=grad,
+        detail=detail,
+        token=issue(arm, case, str(device), grad) if status is Status.PASSED else None,
+    )
 
 
 class _Session:
@@ -79,7 +90,7 @@ class _Session:
     def run(self):
         given = self._load(inputs.make(self.case, self.seeds[0], self.device))
         first = self._execute()
-        self._check_memory(given)
+        self._check_inputs(given)
         self._check_contract(first)
         self._check_finite(first)
         kept = {n: None if t is None else t.clone() for n, t in first.items()}
@@ -89,7 +100,7 @@ class _Session:
             values = inputs.make(self.case, seed, self.device)
             self._refill(values)
             again = self._execute()
-            self._check_memory(values)
+            self._check_inputs(values)
             self._check_contract(again)
             self._check_not_reused(first, kept, again)
             self._check_finite(again)
@@ -117,9 +128,14 @@ class _Session:
                 self.inputs[name].copy_(t)
 
     def _execute(self, body=None, band=None) -> dict:
-        with poison.Poison(body=body, band=band) as self.poison:
+        """One call of the arm, poisoned; raises when it wrote past a buffer of its own or of the inputs."""
+        with poison.Poison(body=body, band=band) as poisoned:
             outputs = inputs.run(self.arm.op, self.inputs, self.grad)
             self._sync()
+        trespassed = poisoned.trespassed() + poison.trespassed(self.guards)
+        if trespassed:
+            raise Rejected(Status.OUT_OF_BOUNDS, f"wrote outside of {', '.join(trespassed[:3])}")
+        self.proofs |= {"poison": f"{poisoned.count} buffers", "guards": "intact"}
         return outputs
 
     def _sync(self):
@@ -127,24 +143,29 @@ class _Session:
             torch.cuda.synchronize()
 
     # ------------------------------------------------------------------------------------------------------- judging
-    def _check_memory(self, values):
-        trespassed = poison.trespassed(self.poison.buffers) + poison.trespassed(self.guards)
-        if trespassed:
-            raise Rejected(Status.OUT_OF_BOUNDS, f"wrote outside of {', '.join(trespassed[:3])}")
+    def _check_inputs(self, values):
         changed = [n for n, t in values.items() if t is not None and not same_bits(t, self.inputs[n])]
         if changed:
             raise Rejected(Status.INPUT_MODIFIED, f"input {changed[0]} is not what was passed")
-        self.proofs |= {"poison": f"{self.poison.count} buffers", "guards": "intact", "inputs": "unmodified"}
-        self.poison.buffers.clear()
+        self.proofs["inputs"] = "unmodified"
 
     def _check_contract(self, outputs):
         for name, want in self.expected.items():
             got = outputs[name]
             if (got is not None) != want.present:
-                raise Rejected(Status.WRONG_DTYPE, f"{name} is {'None' if got is None else 'a tensor'}, the contract says otherwise")
-            if got is not None and (got.dtype, tuple(got.shape), got.device.type) != (want.dtype, want.shape, self.device.type):
+                raise Rejected(
+                    Status.WRONG_DTYPE,
+                    f"{name} is {'None' if got is None else 'a tensor'}, the contract says otherwise",
+                )
+            if got is not None and (got.dtype, tuple(got.shape), got.device.type) != (
+                want.dtype,
+                want.shape,
+                self.device.type,
+            ):
                 found = f"{got.dtype} {list(got.shape)} on {got.device.type}"
-                raise Rejected(Status.WRONG_DTYPE, f"{name} is {found}, the contract says {want.dtype} {list(want.shape)}")
+                raise Rejected(
+                    Status.WRONG_DTYPE, f"{name} is {found}, the contract says {want.dtype} {list(want.shape)}"
+                )
         self.proofs["contract"] = "dtypes, shapes and None as written"
 
     def _check_finite(self, outputs):
@@ -204,14 +225,19 @@ class _Session:
         if same_bits(kept[result], again[result]):
             raise Rejected(Status.REUSED_RESULT, f"{result} is an earlier call's, though the inputs changed")
         held = self.inputs
-        self._load(held.like({n: None if t is None else t.clone() for n, t in held.items()}))  # the same values elsewhere
+        self._load(
+            held.like({n: None if t is None else t.clone() for n, t in held.items()})
+        )  # the same values elsewhere
         moved = self._differs(again, self._execute())
         if moved:
-            raise Rejected(Status.REUSED_RESULT, f"{moved} changes when equal inputs move: something is kept by address")
+            raise Rejected(
+                Status.REUSED_RESULT, f"{moved} changes when equal inputs move: something is kept by address"
+            )
         self.proofs["reuse"] = "new values, new results; old results untouched"
 
     def _check_stream(self, values, kept):
-        """Values that arrive late on a side stream must reach the result: work elsewhere would read what was there before."""
+        """Values that arrive late on a side stream must reach the result: work elsewhere would read what was there
+        before."""
         if self.device.type != "cuda":
             self.proofs["stream"] = "not shown: no GPU"
             return
@@ -237,7 +263,9 @@ class _Session:
         if "tiny" not in self.case.tags:
             part = oracle.choose(self.case, HEADS, values.seed)
             values = oracle.take(values, part)
-            self.proofs["heads"] = f"{len(part.heads)} of {self.case.HV if self.case.family == 'kda' else self.case.D} at random"
+            self.proofs["heads"] = (
+                f"{len(part.heads)} of {self.case.HV if self.case.family == 'kda' else self.case.D} at random"
+            )
         truth = oracle.oracle(values)
         terms = oracle.term_sizes(values, truth)
         for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
@@ -254,7 +282,8 @@ class _Session:
         return inputs.run(arms.make(self.case.family, self.baseline).op, values, self.grad)
 
     def _check_other_heads(self, outputs, theirs):
-        """Heads outside the slice, against the baseline: both err, so by no more than both together (doubled for its scatter)."""
+        """Heads outside the slice, against the baseline: both err, so by no more than both together (doubled for its
+        scatter)."""
         for name, got in outputs.items():
             if got is None or not torch.isfinite(theirs[name]).all():
                 continue
@@ -262,7 +291,9 @@ class _Session:
             budget = contract.budget(self.case.family, name, self.p)
             fla = self.theirs[name][-1].rel_rms
             if apart.rel_rms > 2 * (max(budget, fla) + fla):
-                text = f"{name} is {apart.rel_rms:.2e} from {self.baseline} over all heads, worst at {list(apart.worst)}"
+                text = (
+                    f"{name} is {apart.rel_rms:.2e} from {self.baseline} over all heads, worst at {list(apart.worst)}"
+                )
                 raise Rejected(Status.WRONG_VALUE, text)
 
     def _judge(self):

@@ -1,10 +1,11 @@
 """How far an output is from the oracle, and whether that is close enough.
 
-The measure is relative RMS: rms(got - reference) / rms(reference), in fp64, with no absolute escape. NaN or Inf anywhere is infinitely far.
-A reference that is zero, or as good as (a decay may be clamped at 2^-32), has no relative error: the output must then be negligible too.
+The measure is relative RMS: rms(got - reference) / rms(reference), in fp64, with no absolute escape. NaN or Inf
+anywhere is infinitely far. A reference that is zero, or as good as (a decay may be clamped at 2^-32), has no relative
+error: the output must then be negligible too.
 
-The limit of an output is its budget, tightened to 1.25 times fla's error on the same input; where fla itself misses the budget, fla's error.
-"""
+The limit of an output is its budget, tightened to 1.25 times fla's error on the same input; where fla itself misses
+the budget, fla's error."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -13,10 +14,10 @@ import torch
 
 from . import contract
 
-NEGLIGIBLE = 2.0**-30   # an RMS below this is zero: what clamped decays leave behind
+NEGLIGIBLE = 2.0**-30  # an RMS below this is zero: what clamped decays leave behind
 FLA_FACTOR = 1.25
-HANDFUL = 64            # entries: fewer do not make a statistic
-FREE_SHARE = 0.01       # of the budget: below it two right kernels differ by the order of their sums alone
+HANDFUL = 64  # entries: fewer do not make a statistic
+FREE_SHARE = 0.01  # of the budget: below it two right kernels differ by the order of their sums alone
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Difference:
 
     rel_rms: float
     max_abs: float
-    worst: tuple[int, ...]   # position of the largest difference, or of the first non-finite entry
+    worst: tuple[int, ...]  # position of the largest difference, or of the first non-finite entry
     numbers: int
-    error: float             # RMS of the difference
-    size: float              # RMS of the reference
-    bad: int = 0             # entries that are NaN or Inf
+    error: float  # RMS of the difference
+    size: float  # RMS of the reference
+    bad: int = 0  # entries that are NaN or Inf
 
     @property
     def zero_reference(self) -> bool:
@@ -61,8 +62,8 @@ class OutputError:
 def difference(got: torch.Tensor, reference: torch.Tensor, terms: torch.Tensor | None = None) -> Difference:
     """Compare two tensors of one shape. ValueError when the shapes differ.
 
-    terms: for a sum whose terms cancel, their root sum of squares; the error is relative to it where it is larger than the reference.
-    """
+    terms: for a sum whose terms cancel, their root sum of squares; the error is relative to it where it is larger
+    than the reference."""
     if got.shape != reference.shape:
         raise ValueError(f"shape {list(got.shape)} differs from the reference's {list(reference.shape)}")
     if not got.numel():
@@ -101,7 +102,9 @@ def pool(differences: list[Difference]) -> Difference:
     """One error for several seeds, as if they were one tensor; the worst position is the worst seed's."""
     worst = max(differences, key=lambda d: d.rel_rms)
     numbers = sum(d.numbers for d in differences)
-    error, size = (math.sqrt(sum(d.numbers * x(d) ** 2 for d in differences) / max(numbers, 1)) for x in (_error, _size))
+    error, size = (
+        math.sqrt(sum(d.numbers * x(d) ** 2 for d in differences) / max(numbers, 1)) for x in (_error, _size)
+    )
     relative = math.inf if math.isinf(error) else _relative(error, size)
     return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, sum(d.bad for d in differences))
 
@@ -117,9 +120,8 @@ def _size(d: Difference) -> float:
 def limit(budget: float, fla: float | None, numbers: int) -> float:
     """The largest error allowed for an output of `numbers` entries.
 
-    A quotient of errors over few numbers scatters by about 1/sqrt(numbers), so both tests are loosened by three times that: the budget
-    for a handful only (dA_log has one entry a head), the comparison with fla always.
-    """
+    A quotient of errors over few numbers scatters by about 1/sqrt(numbers), so both tests are loosened by three times
+    that: the budget for a handful only (dA_log has one entry a head), the comparison with fla always."""
     scatter = 3 / math.sqrt(max(numbers, 1))
     allowed = budget * (1 + scatter) if numbers <= HANDFUL else budget
     if fla is None or not math.isfinite(fla):

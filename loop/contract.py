@@ -1,8 +1,8 @@
 """The contract of each family: what every stage reads and writes, what it costs, how exact it must be.
 
-Stages and their tensors come from the package's chain, tensor facts from `loop.tensors`, references from the package; this module joins
-them and derives spans, shapes, floors and the documentation tables. Nothing in it is written anywhere else.
-"""
+Stages and their tensors come from the package's chain, tensor facts from `loop.tensors`, references from the package;
+this module joins them and derives spans, shapes, floors and the documentation tables. Nothing in it is written
+anywhere else."""
 
 import importlib
 import math
@@ -18,7 +18,7 @@ from . import costs, tensors
 from .cases import FAMILIES
 from .tensors import Tensor
 
-HBM_BYTES_PER_S = 4.2e12   # what a device-to-device copy reaches on an H200
+HBM_BYTES_PER_S = 4.2e12  # what a device-to-device copy reaches on an H200
 TENSOR_FLOPS_PER_S = 700e12  # what a large bf16 matrix product sustains there
 MODES = ("fwd", "bwd", "fwdbwd")
 
@@ -84,7 +84,8 @@ def _span(family, span):
 
 # ------------------------------------------------------------------------------------------------------------ tensors
 def tensor(family: str, name: str, stage: str | None = None, written: bool = False) -> Tensor:
-    """The tensor `name` as `stage` finds it, or as it leaves it when `written`; without a stage, as the caller gets it."""
+    """The tensor `name` as `stage` finds it, or as it leaves it when `written`; without a stage, as the caller gets
+    it."""
     table = tensors.TABLES[family]
     names = [s.name for s in stages(family)]
     end = len(names) if stage is None else names.index(stage) + written
@@ -92,7 +93,9 @@ def tensor(family: str, name: str, stage: str | None = None, written: bool = Fal
     for passed in names[:end]:
         found = table.get(f"{name}@{passed}", found)
     if found is None:
-        raise ValueError(f"tensor {name!r} is unknown in {family}; known: {', '.join(n for n in table if '@' not in n)}")
+        raise ValueError(
+            f"tensor {name!r} is unknown in {family}; known: {', '.join(n for n in table if '@' not in n)}"
+        )
     return found
 
 
@@ -174,7 +177,8 @@ def span_floor(family: str, span: str | tuple[str, ...], p) -> Floor:
 
 
 def floor(family: str, mode: str, p) -> Floor:
-    """Floor of a whole pass: inputs read once, outputs written once, the chain's products once. "fwdbwd" is the sum of the two."""
+    """Floor of a whole pass: inputs read once, outputs written once, the chain's products once. "fwdbwd" is the sum
+    of the two."""
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
     if mode == "fwdbwd":
@@ -212,8 +216,12 @@ def table(family: str, span: str | None = None) -> list[dict]:
         for side, names in (("reads", s.reads), ("writes", s.writes)):
             for name in names:
                 t = tensor(family, name, s.name, written=side == "writes")
-                rows.append({"stage": s.name, "side": side, "tensor": name, "shape": f"[{', '.join(t.shape)}]",
-                             "dtype": _rule(t), "unit": t.unit, "meaning": t.meaning, "none_unless": t.when})  # fmt: skip
+                rows.append(
+                    {
+                        "stage": s.name, "side": side, "tensor": name, "shape": f"[{', '.join(t.shape)}]",
+                        "dtype": _rule(t), "unit": t.unit, "meaning": t.meaning, "none_unless": t.when,
+                    }
+                )  # fmt: skip
     return rows
 
 
@@ -228,5 +236,11 @@ def cost_table(family: str, p, span: str | None = None) -> list[dict]:
 
 
 def _rule(t: Tensor) -> str:
-    words = {"p": "as q", "g": "as g", "beta": "as beta", "w": "as weight", "beta_act": "fp32 after a sigmoid, else as beta"}
+    words = {
+        "p": "as q",
+        "g": "as g",
+        "beta": "as beta",
+        "w": "as weight",
+        "beta_act": "fp32 after a sigmoid, else as beta",
+    }
     return words.get(t.dtype, t.dtype) if "K" in t.shape or t.dtype != "p" else "as the op's dtype"

@@ -1,10 +1,9 @@
 """Inputs of a case: seeded, on any device, drawn as fla's own tests and training calls draw them.
 
-kda, by the case's `dist`: q, k, v from U(0,1) or N(0,1), q and k of unit length unless the kernel normalises; g = logsigmoid(N) times the
-strength with a share set to -1000 ("log" gates), else g = N raw with A_log = log(strength * U(1,16)) and dt_bias = N/2; beta =
-beta_max * sigmoid(N), or N where the kernel applies the sigmoid; states and all incoming gradients N.
-cconv: x N, weight U(+-1/sqrt(W)), the rest N.
-"""
+kda, by the case's `dist`: q, k, v from U(0,1) or N(0,1), q and k of unit length unless the kernel normalises; for
+"log" gates g = logsigmoid(N) times the strength with a share masked, else g = N raw with A_log = log(strength *
+U(1,16)) and dt_bias = N/2; beta = beta_max * sigmoid(N), or N where the kernel applies the sigmoid; states and all
+incoming gradients N. cconv: x N, weight U(+-1/sqrt(W)), the rest N."""
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 
 from .cases import DTYPES, Case, ConvCase, KdaCase
 
-MASKED = -1000.0
 LEAVES = {
     "kda": ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"),
     "cconv": ("x", "weight", "bias", "residual", "initial_state"),
@@ -28,8 +26,8 @@ INCOMING = {"kda": ("do", "dht"), "cconv": ("dy", "dht")}
 class Inputs(dict):
     """Op-level tensors by name, None where the case has none; `.case` and `.seed` say where they come from.
 
-    Names: the family's LEAVES (what gradients are taken for), `cu_seqlens` int64 [N+1], and INCOMING, the gradients of the results.
-    """
+    Names: the family's LEAVES (what gradients are taken for), `cu_seqlens` int64 [N+1], and INCOMING, the gradients
+    of the results."""
 
     def __init__(self, case: Case, seed: int, tensors: dict):
         super().__init__(tensors)
@@ -59,7 +57,8 @@ class TorchSampler:
 
 
 class NumpySampler:
-    """Draws on the CPU from numpy's RandomState, whose stream is frozen: the same numbers on every machine, then moved to `device`."""
+    """Draws on the CPU from numpy's RandomState, whose stream is frozen: the same numbers on every machine, then
+    moved to `device`."""
 
     def __init__(self, seed: int, device):
         self.device = torch.device(device)
@@ -97,7 +96,7 @@ def _kda(c: KdaCase, draw) -> dict:
     if c.gate == "log":
         g = F.logsigmoid(draw.randn(c.B, c.T, HV, c.K)).mul_(c.dist.strength)
         if c.dist.mask:
-            g.masked_fill_(draw.rand(c.B, c.T, HV, c.K) < c.dist.mask, MASKED)
+            g.masked_fill_(draw.rand(c.B, c.T, HV, c.K) < c.dist.mask, c.dist.mask_value)
         g = g.to(DTYPES[c.g_dtype])
     else:
         g = draw.randn(c.B, c.T, HV, c.K, dtype=DTYPES[c.g_dtype])
@@ -137,8 +136,8 @@ def _cconv(c: ConvCase, draw) -> dict:
 def run(op, inputs: Inputs, grad: bool = True) -> dict:
     """Results and gradients of `op(inputs, grad) -> (result, ht)` by contract name; None where there is none.
 
-    With `grad`, gradients come from `torch.autograd.grad` against the case's incoming gradients, so nothing accumulates.
-    """
+    With `grad`, gradients come from `torch.autograd.grad` against the case's incoming gradients, so nothing
+    accumulates."""
     family = inputs.case.family
     if not grad:
         with torch.no_grad():

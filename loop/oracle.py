@@ -1,10 +1,10 @@
 """The fp64 oracle, in two forms that share no code.
 
-`recurrent` walks token by token and takes its gradients from autograd: slow, and evidently right. `chunked` runs the package's plain-torch
-chain in fp64: fast enough for production shapes, where `take` cuts out a few heads first (heads do not touch each other; the parameters'
-gradients need every batch row, so all rows stay) and rows are done a few at a time to bound memory. A test holds the two forms to 1e-10.
-Everything is float64 on the inputs' device; results carry the contract's names, None where the case has none.
-"""
+`recurrent` walks token by token and takes its gradients from autograd: slow, and evidently right. `chunked` runs the
+package's plain-torch chain in fp64: fast enough for production shapes, where `take` cuts out a few heads first (heads
+do not touch each other; the parameters' gradients need every batch row, so all rows stay) and rows are done a few at
+a time to bound memory. A test holds the two forms to 1e-10. Everything is float64 on the inputs' device; results
+carry the contract's names, None where the case has none."""
 
 import dataclasses
 import math
@@ -34,7 +34,8 @@ def recurrent(inputs: Inputs) -> dict:
 
 
 def chunked(inputs: Inputs, token_heads: int = TOKEN_HEADS) -> dict:
-    """Results and gradients through the package's reference chain; `token_heads` (tokens x value heads) bounds a piece."""
+    """Results and gradients through the package's reference chain; `token_heads` (tokens x value heads) bounds a
+    piece."""
     case = inputs.case
     per_row = case.T * (case.HV if case.family == "kda" else max(1, case.D // 64))
     rows = case.B if case.lengths else max(1, min(case.B, token_heads // per_row))
@@ -52,8 +53,8 @@ def oracle(inputs: Inputs) -> dict:
 def term_sizes(inputs: Inputs, truth: dict) -> dict:
     """Root sum of squares of the terms of an output that is one long cancelling sum: dA_log [HV].
 
-    Such a sum can come out near zero by chance; an error is then measured against what was summed, not against the accident.
-    """
+    Such a sum can come out near zero by chance; an error is then measured against what was summed, not against the
+    accident."""
     if truth.get("dA_log") is None:
         return {}
     x, c = widen(inputs), inputs.case
@@ -83,7 +84,11 @@ def _kda_recurrent(x: Inputs):
         q, k = (y / (y.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for y in (q, k))
     if c.gate != "log":
         raw, rate = g + x["dt_bias"].view(c.HV, c.K), x["A_log"].exp()[:, None]
-        g = -rate * F.softplus(raw, threshold=1e3) if c.gate == "softplus" else c.lower_bound * torch.sigmoid(rate * raw)
+        g = (
+            -rate * F.softplus(raw, threshold=1e3)
+            if c.gate == "softplus"
+            else c.lower_bound * torch.sigmoid(rate * raw)
+        )
     if c.beta_sigmoid:
         beta = torch.sigmoid(beta) * (2 if c.neg_eigval else 1)
     q, k = (y.repeat_interleave(c.HV // c.H, 2) for y in (q, k))
@@ -132,7 +137,8 @@ def _chain_op(x: Inputs, grad: bool):
 
 
 def _keyword(name: str, names: dict) -> str:
-    """The keyword of a package `apply` for an op-level tensor: states have the chain's name, everything else its own."""
+    """The keyword of a package `apply` for an op-level tensor: states have the chain's name, everything else its
+    own."""
     return names[name] if name == "initial_state" else name
 
 
@@ -173,14 +179,16 @@ def _stage_for(family: str, name: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------------ slices
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A few independent columns of a problem: value heads with their q/k heads (whole groups), or convolution channels."""
+    """A few independent columns of a problem: value heads with their q/k heads (whole groups), or convolution
+    channels."""
 
-    heads: tuple[int, ...]   # value heads, or channels
+    heads: tuple[int, ...]  # value heads, or channels
     groups: tuple[int, ...]  # q/k heads; empty for cconv
 
 
 def choose(case: Case, count: int, seed: int) -> Slice:
-    """`count` groups of heads (or 64-channel blocks) at random. A slice of everything when there are no more than that."""
+    """`count` groups of heads (or 64-channel blocks) at random. A slice of everything when there are no more than
+    that."""
     draw = torch.Generator().manual_seed(seed)
     if case.family == "cconv":
         blocks = math.ceil(case.D / 64)

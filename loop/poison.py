@@ -1,10 +1,11 @@
-"""Uninitialised memory made visible: inside `Poison`, what code under test allocates is NaN, between guard bands that must survive.
+"""Uninitialised memory made visible: inside `Poison`, what code under test allocates is NaN, between guard bands that
+must survive.
 
-`torch.empty` and its kin are patched; a call counts when a frame on its stack lies in the package, in an idea or in `loop/controls`
-(so fla's allocations on behalf of a chain count too). Each such buffer lies in a larger one: band, body, band. Bodies hold 0xFF bytes
-(NaN in every float format) or 0x7F in integers, so a value nobody wrote shows in the outputs; bands that changed are writes out of
-bounds. `guarded` puts a given tensor between bands too: there a read out of bounds yields NaN.
-"""
+`torch.empty` and its kin are patched; a call counts when a frame on its stack lies in the package, in an idea or in
+`loop/controls` (so fla's allocations on behalf of a chain count too). Each such buffer lies in a larger one: band,
+body, band. Bodies hold 0xFF bytes (NaN in every float format) or 0x7F in integers, so a value nobody wrote shows in
+the outputs; bands that changed are writes out of bounds. `guarded` puts a given tensor between bands too: there a
+read out of bounds yields NaN."""
 
 import functools
 import sys
@@ -31,7 +32,8 @@ def under_test() -> tuple[str, ...]:
 
 @dataclass
 class Guarded:
-    """A buffer between bands: the flat bytes it lives in, where its body starts and ends, the bands' fill, and who asked for it."""
+    """A buffer between bands: the flat bytes it lives in, where its body starts and ends, the bands' fill, and who
+    asked for it."""
 
     raw: torch.Tensor
     start: int
@@ -42,11 +44,11 @@ class Guarded:
 
 
 class Poison:
-    """Context manager. `body` and `band` choose the fill (None: NaN or 0x7F; a byte value otherwise), to tell causes apart.
+    """Context manager. `body` and `band` choose the fill (None: NaN or 0x7F; a byte value otherwise), to tell causes
+    apart.
 
-    `trespassed()` names the buffers whose bands changed; call it after the work is done. `count` says how many buffers were poisoned.
-    One at a time: entering a second one raises RuntimeError.
-    """
+    `trespassed()` names the buffers whose bands changed; call it after the work is done. `count` says how many
+    buffers were poisoned. One at a time: entering a second one raises RuntimeError."""
 
     _active = None
 
@@ -152,7 +154,9 @@ def refill_bands(buffers: list[Guarded], byte: int | None) -> None:
 
 def trespassed(buffers: list[Guarded]) -> list[str]:
     """Labels of the buffers with a byte changed outside their body, each with the side it happened on."""
-    flags = [torch.stack([(b.raw[: b.start] != b.band_byte).any(), (b.raw[b.end :] != b.band_byte).any()]) for b in buffers]
+    flags = [
+        torch.stack([(b.raw[: b.start] != b.band_byte).any(), (b.raw[b.end :] != b.band_byte).any()]) for b in buffers
+    ]
     if not flags:
         return []
     sides = torch.stack([f.cpu() for f in flags]) if len({f.device for f in flags}) > 1 else torch.stack(flags).cpu()

@@ -1,10 +1,9 @@
 """Every tensor of both chains: symbolic shape, dtype rule, unit and meaning. Data only; `loop.contract` reads it.
 
-Shapes are in the letters of a problem, plus C = 64 rows a chunk and NTb = chunks along one batch row (all of them when packed). A key
-`name@stage` is the tensor as that stage leaves it, where a stage changes a tensor's shape, dtype or meaning.
-dtype: "p" as q or x, "g" as the gate given, "beta" as the beta given, "w" as the weight, or a torch dtype's short name.
-when: the problem's flag without which the tensor is None.
-"""
+Shapes are in the letters of a problem, plus C = 64 rows a chunk and NTb = chunks along one batch row (all of them
+when packed). A key `name@stage` is the tensor as that stage leaves it, where a stage changes a tensor's shape, dtype
+or meaning. dtype: "p" as q or x, "g" as the gate given, "beta" as the beta given, "w" as the weight, or a torch
+dtype's short name. when: the problem's flag without which the tensor is None."""
 
 from dataclasses import dataclass
 
@@ -39,7 +38,9 @@ KDA = {
     "k_rstd": _t("B T H", "fp32", "1", "1 / length of the given key", "l2norm"),
     "beta": _t("B T HV", "beta_act", "1", "write strength, sigmoid applied"),
     "gk": _t("B T HV K", "fp32", "log2", "chunk-local inclusive sum of the log decay"),
-    "Aqk": _t("B T HV C", "p", "1", "scale * gated q k^T inside the chunk, lower with diagonal; strict upper undefined"),
+    "Aqk": _t(
+        "B T HV C", "p", "1", "scale * gated q k^T inside the chunk, lower with diagonal; strict upper undefined"
+    ),
     "Akk": _t("B T HV C", "p", "1", "(I + diag(beta) strict gated k k^T)^-1; upper zero"),
     "w": _t("B T HV K", "p", "1", "Akk (beta 2^gk k)"),
     "u": _t("B T HV V", "p", "1", "Akk (beta v)"),
@@ -96,7 +97,7 @@ CCONV = {
 
 TABLES = {"kda": KDA, "cconv": CCONV}
 
-# What the caller sees: op-level name -> the chain's name for it. Gradients arrive in the dtype of the input they belong to.
+# Op-level name -> the chain's name for it; and the input that each gradient belongs to, whose dtype it has.
 OP_NAMES = {
     "kda": {"q": "q_raw", "k": "k_raw", "g": "g_raw", "beta": "beta_raw", "initial_state": "h0"},
     "cconv": {"initial_state": "h0"},

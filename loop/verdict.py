@@ -1,11 +1,10 @@
 """What a check says: a closed list of statuses, the evidence, and the token without which nothing is timed.
 
-A token ties the arm's source, the case and this check protocol together, and counts only in the process that issued it: what is timed
-is what was checked, built once.
-"""
+A token ties the arm's source, the case and this check protocol together, and counts only in the process that issued
+it: what is timed is what was checked, built once."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from .compare import OutputError
@@ -16,17 +15,17 @@ _issued: set[str] = set()
 
 class Status(StrEnum):
     PASSED = "PASSED"
-    WRONG_VALUE = "WRONG_VALUE"            # an output is farther from the oracle than its limit
-    NON_FINITE = "NON_FINITE"              # NaN or Inf that the arm computed
-    UNWRITTEN = "UNWRITTEN"                # a result depends on memory that nobody wrote
-    OUT_OF_BOUNDS = "OUT_OF_BOUNDS"        # wrote past a buffer, or a result depends on what lies there
-    INPUT_MODIFIED = "INPUT_MODIFIED"      # an input changed
+    WRONG_VALUE = "WRONG_VALUE"  # an output is farther from the oracle than its limit
+    NON_FINITE = "NON_FINITE"  # NaN or Inf that the arm computed
+    UNWRITTEN = "UNWRITTEN"  # a result depends on memory that nobody wrote
+    OUT_OF_BOUNDS = "OUT_OF_BOUNDS"  # wrote past a buffer, or a result depends on what lies there
+    INPUT_MODIFIED = "INPUT_MODIFIED"  # an input changed
     NONDETERMINISTIC = "NONDETERMINISTIC"  # equal inputs gave different bits
-    REUSED_RESULT = "REUSED_RESULT"        # an earlier call's result came back, or was overwritten by a later call
-    WRONG_STREAM = "WRONG_STREAM"          # work that does not wait for the caller's stream
-    WRONG_DTYPE = "WRONG_DTYPE"            # an output's dtype, shape, device or presence breaks the contract
-    UNSUPPORTED = "UNSUPPORTED"            # the arm says no, with its reason
-    ERROR = "ERROR"                        # the arm raised
+    REUSED_RESULT = "REUSED_RESULT"  # an earlier call's result came back, or was overwritten by a later call
+    WRONG_STREAM = "WRONG_STREAM"  # work that does not wait for the caller's stream
+    WRONG_DTYPE = "WRONG_DTYPE"  # an output's dtype, shape, device or presence breaks the contract
+    UNSUPPORTED = "UNSUPPORTED"  # the arm says no, with its reason
+    ERROR = "ERROR"  # the arm raised
 
 
 class Rejected(Exception):
@@ -45,9 +44,8 @@ class CheckError(ValueError):
 class CheckResult:
     """One arm on one case. `message` says in one line why it was rejected; `detail` has the traceback of an ERROR.
 
-    errors: output -> OutputError, as far as the check came. proofs: what was shown, e.g. {"poison": "23 buffers"}. seeds: the fresh
-    seeds it ran with, enough to repeat it. token: None unless PASSED.
-    """
+    errors: output -> OutputError, as far as the check came. proofs: what was shown, e.g. {"poison": "23 buffers"}.
+    seeds: the fresh seeds it ran with, enough to repeat it. token: None unless PASSED."""
 
     family: str
     arm: str
@@ -76,12 +74,14 @@ class CheckResult:
 
     def to_dict(self) -> dict:
         """Plain types only, for a row or a table. The token stays behind: it means nothing elsewhere."""
-        return {
-            "family": self.family, "arm": self.arm, "case": self.case, "status": str(self.status), "message": self.message,
-            "seeds": list(self.seeds), "errors": {n: e.to_dict() for n, e in self.errors.items()}, "proofs": dict(self.proofs),
-            "device": self.device, "source_sha": self.source_sha, "seconds": self.seconds, "grad": self.grad,
-            "protocol": self.protocol,
-        }  # fmt: skip
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("token", "detail")}
+        errors = {name: error.to_dict() for name, error in self.errors.items()}
+        return found | {
+            "status": str(self.status),
+            "seeds": list(self.seeds),
+            "errors": errors,
+            "proofs": dict(self.proofs),
+        }
 
     def __str__(self) -> str:
         tail = "" if self.ok else f": {self.message}"
@@ -89,7 +89,16 @@ class CheckResult:
 
 
 def _token(arm, case, device: str, grad: bool, source_sha: str) -> str:
-    parts = (PROTOCOL, arm.family, arm.name, source_sha, getattr(arm, "chain_sha", None), case.sha, device.partition(":")[0], grad)
+    parts = (
+        PROTOCOL,
+        arm.family,
+        arm.name,
+        source_sha,
+        getattr(arm, "chain_sha", None),
+        case.sha,
+        device.partition(":")[0],
+        grad,
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -101,7 +110,8 @@ def issue(arm, case, device: str, grad: bool) -> str:
 
 
 def require(token: str | None, arm, case, device: str, grad: bool = True) -> None:
-    """CheckError, in one line, unless `token` was issued in this process for this arm as it is now, on this case and device."""
+    """CheckError, in one line, unless `token` was issued in this process for this arm as it is now, on this case and
+    device."""
     if token is None or token not in _issued:
         raise CheckError(f"arm {arm.name} on {case.id} has no passed check in this process: check it before timing it")
     current = arm.current_sha() if hasattr(arm, "current_sha") else arm.source_sha

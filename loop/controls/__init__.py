@@ -1,9 +1,8 @@
 """Deliberately wrong candidates: if the gate lets one of these through, the gate is broken.
 
-Each module is one mistake that has been made in a real kernel. Most replace a stage of the plain-torch chain, exactly as an idea does
-(FAMILY, SPANS); those about whole calls wrap the op (`op`). EXPECTED is the status that must reject it, CASE the case that shows it,
-GPU whether it takes one to show it.
-"""
+Each module is one mistake that has been made in a real kernel. Most replace a stage of the plain-torch chain, exactly
+as an idea does (FAMILY, SPANS); those about whole calls wrap the op (`op`). EXPECTED is the status that must reject
+it, CASE the case that shows it, GPU whether it takes one to show it."""
 
 import hashlib
 import importlib
@@ -17,8 +16,9 @@ from kernel_fun._common import packed
 from ..inputs import LEAVES
 
 NAMES = (
-    "absorbs_nan", "bf16_state", "final_state_bf16", "gate_order", "input_modified", "kept_by_address", "leaks_across", "other_stream",
-    "race", "reads_past_end", "reused_result", "static_output", "two_sided", "unwritten_tail", "writes_past_end",
+    "absorbs_nan", "bf16_state", "final_state_bf16", "gate_order", "input_modified", "kept_by_address", "leaks_across",
+    "other_stream", "race", "reads_past_end", "reused_result", "static_output", "two_sided", "unwritten_tail",
+    "writes_past_end",
 )  # fmt: skip
 
 
@@ -43,11 +43,15 @@ class ControlArm:
 def chain_op(inputs, ideas=()):
     """(result, ht) of the plain-torch chain with `ideas` spliced in."""
     family, p, cu = inputs.case.family, inputs.case.problem(), inputs["cu_seqlens"]
-    plan = importlib.import_module(f"kernel_fun.{family}.chain").make_plan(p, ideas=ideas, base="reference", shipped=False)
+    plan = importlib.import_module(f"kernel_fun.{family}.chain").make_plan(
+        p, ideas=ideas, base="reference", shipped=False
+    )
     apply = importlib.import_module(f"kernel_fun.{family}.autograd").apply
-    tables = None if cu is None else packed.describe(cu)
-    return apply(plan, p, *(inputs[n] for n in LEAVES[family]), cu_seqlens=cu, chunk_indices=tables and tables.chunk_indices,
-                 chunk_offsets=tables and tables.chunk_offsets)  # fmt: skip
+    chunks = {}
+    if cu is not None:
+        tables = packed.describe(cu)
+        chunks = {"chunk_indices": tables.chunk_indices, "chunk_offsets": tables.chunk_offsets}
+    return apply(plan, p, *(inputs[n] for n in LEAVES[family]), cu_seqlens=cu, **chunks)
 
 
 def load(name: str) -> ModuleType:

@@ -1,4 +1,5 @@
-"""A running sum that starts from uninitialised memory, with NaN taken for zero: right whenever the memory happens to be clean."""
+"""A running sum that starts from uninitialised memory, with NaN taken for zero: right whenever the memory happens to
+be clean."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Launches on a stream of its own without waiting for the caller's: reads whatever is there before the inputs have arrived."""
+"""Launches on a stream of its own without waiting for the caller's: reads whatever is there before the inputs have
+arrived."""
 
 import torch
 

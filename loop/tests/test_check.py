@@ -39,11 +39,18 @@ def passed():
 
 
 def test_a_pass_shows_its_evidence(passed):
-    assert passed.ok and passed.findings == () and passed.message == "" and passed.token
+    assert passed.ok
+    assert passed.findings == ()
+    assert passed.message == ""
+    assert passed.token
     assert set(passed.errors) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
     assert all(0 < e.rel_rms <= e.limit <= e.budget and e.fla_rel_rms is None for e in passed.errors.values())
-    assert {"poison", "guards", "inputs", "contract", "finite", "repeats", "reuse", "values", "stream"} <= set(passed.proofs)
-    assert len(set(passed.seeds)) == 2 and passed.device == "cpu" and passed.seconds > 0
+    assert {"poison", "guards", "inputs", "contract", "finite", "repeats", "reuse", "values", "stream"} <= set(
+        passed.proofs
+    )
+    assert len(set(passed.seeds)) == 2
+    assert passed.device == "cpu"
+    assert passed.seconds > 0
     assert json.loads(json.dumps(passed.to_dict()))["status"] == "PASSED"
 
 
@@ -62,7 +69,8 @@ def test_one_seed_is_not_enough(seeds):
 
 def test_a_forward_alone():
     result = check.check(controls.honest("kda"), TINY, grad=False)
-    assert result.ok and set(result.errors) == {"o"}
+    assert result.ok
+    assert set(result.errors) == {"o"}
 
 
 def test_wrong_families_and_cases_are_refused_in_one_line():
@@ -77,7 +85,9 @@ def test_the_arms_own_no_is_reported():
     arm = Bent(lambda o, ht: (o, ht))
     arm.supports = lambda case: (False, "needs K=128, got 64")
     result = check.check(arm, TINY)
-    assert result.status is Status.UNSUPPORTED and result.message == "needs K=128, got 64" and result.token is None
+    assert result.status is Status.UNSUPPORTED
+    assert result.message == "needs K=128, got 64"
+    assert result.token is None
 
 
 def test_an_exception_is_a_finding_with_its_traceback():
@@ -85,8 +95,10 @@ def test_an_exception_is_a_finding_with_its_traceback():
         raise RuntimeError("no such\nkernel")
 
     result = status(bend)
-    assert result.status is Status.ERROR and result.message == "RuntimeError: no such kernel"
-    assert "in bend" in result.detail and result.findings == ("ERROR: RuntimeError: no such kernel",)
+    assert result.status is Status.ERROR
+    assert result.message == "RuntimeError: no such kernel"
+    assert "in bend" in result.detail
+    assert result.findings == ("ERROR: RuntimeError: no such kernel",)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +126,11 @@ def test_an_error_just_over_the_limit_is_found_and_one_below_is_not():
 
     assert status(noisy(0.001)).ok
     found = status(noisy(0.006))
-    assert found.status is Status.WRONG_VALUE and not found.errors["o"].ok and found.errors["dv"].ok
-    assert found.message.startswith("o ") and "worst at" in found.message
+    assert found.status is Status.WRONG_VALUE
+    assert not found.errors["o"].ok
+    assert found.errors["dv"].ok
+    assert found.message.startswith("o ")
+    assert "worst at" in found.message
 
 
 def test_one_wrong_element_of_thousands_is_found():
@@ -125,17 +140,20 @@ def test_one_wrong_element_of_thousands_is_found():
         return o + wrong, ht
 
     found = status(bend)
-    assert found.status is Status.WRONG_VALUE and found.errors["o"].worst == (1, 77, 0, 5)
+    assert found.status is Status.WRONG_VALUE
+    assert found.errors["o"].worst == (1, 77, 0, 5)
 
 
 def test_nan_that_was_computed_is_told_from_nan_that_was_found():
     found = status(lambda o, ht: (o / o.detach().mul(0), ht))
-    assert found.status is Status.NON_FINITE and "entries" in found.message
+    assert found.status is Status.NON_FINITE
+    assert "entries" in found.message
 
 
 def test_a_copied_gradient_may_be_the_incoming_one():
     result = check.check(controls.honest("cconv"), cases.get("cconv", "tiny_residual"))
-    assert result.ok and result.errors["dresidual"].rel_rms == 0
+    assert result.ok
+    assert result.errors["dresidual"].rel_rms == 0
 
 
 def test_an_output_that_is_an_input_is_a_reuse():
@@ -208,8 +226,6 @@ def test_the_reference_chain_passes_every_tiny_case(case):
 
 @pytest.mark.gpu
 def test_fla_itself_is_within_its_limits_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("fla's kernels need a GPU, and torch finds none here")
     from loop import arms
 
     result = check.check(arms.make("kda", "000"), cases.get("kda", "small"))
@@ -221,7 +237,8 @@ def test_large_cases_are_judged_on_random_slices(monkeypatch):
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
     monkeypatch.setattr(check, "HEADS", 1)
     result = check.check(controls.honest("kda"), case)
-    assert result.ok and result.proofs["heads"] == "2 of 4 at random"
+    assert result.ok
+    assert result.proofs["heads"] == "2 of 4 at random"
 
     def bend(o, ht):
         wrong = torch.ones_like(o)

@@ -15,7 +15,9 @@ def test_relative_rms_by_hand():
     want = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     got = torch.tensor([[3.0, 4.0], [0.5, 0.0]])
     found = difference(got, want)
-    assert math.isclose(found.rel_rms, 0.1) and math.isclose(found.max_abs, 0.5) and found.worst == (1, 0)
+    assert math.isclose(found.rel_rms, 0.1)
+    assert math.isclose(found.max_abs, 0.5)
+    assert found.worst == (1, 0)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1.0, 1e8])
@@ -30,13 +32,16 @@ def test_one_bad_entry_is_infinitely_far(value):
     want, got = torch.zeros(5, 5), torch.zeros(5, 5)
     got[3, 2] = value
     found = difference(got, want)
-    assert math.isinf(found.rel_rms) and found.bad == 1 and found.worst == (3, 2)
+    assert math.isinf(found.rel_rms)
+    assert found.bad == 1
+    assert found.worst == (3, 2)
     assert not compare.judge("kda", "o", P, [found]).ok
 
 
 def test_a_zero_reference_wants_zero():
     zero = torch.zeros(4)
-    assert difference(zero, zero).rel_rms == 0 and difference(zero, zero).zero_reference
+    assert difference(zero, zero).rel_rms == 0
+    assert difference(zero, zero).zero_reference
     assert difference(zero + 2**-31, zero).rel_rms == 0, "what a decay clamped at 2^-32 may leave"
     assert math.isinf(difference(zero + 1e-6, zero).rel_rms)
     assert math.isinf(difference(torch.full((4,), 1e-3), torch.full((4,), 1e-40)).rel_rms)
@@ -64,7 +69,8 @@ def test_a_cancelling_sum_is_measured_against_its_terms():
 def test_pooling_is_one_long_tensor():
     want, got = torch.randn(2, 50, dtype=torch.float64), torch.randn(2, 50, dtype=torch.float64)
     pooled = compare.pool([difference(g, w) for g, w in zip(got, want, strict=True)])
-    assert math.isclose(pooled.rel_rms, difference(got, want).rel_rms, rel_tol=1e-9) and pooled.numbers == 100
+    assert math.isclose(pooled.rel_rms, difference(got, want).rel_rms, rel_tol=1e-9)
+    assert pooled.numbers == 100
     bad = difference(torch.tensor([math.nan]), torch.zeros(1))
     assert math.isinf(compare.pool([bad, difference(want, want)]).rel_rms)
 
@@ -89,25 +95,30 @@ def test_limits(budget, fla, allowed):
 
 
 def test_few_numbers_scatter():
-    assert limit(0.02, None, 1) == pytest.approx(0.08) and limit(0.02, None, 65) == 0.02
+    assert limit(0.02, None, 1) == pytest.approx(0.08)
+    assert limit(0.02, None, 65) == 0.02
     assert limit(0.02, 0.004, 9) == pytest.approx(2.25 * 0.004)
 
 
 def test_verdicts():
     right = Difference(0.004, 0.1, (0,), MANY, 0.004, 1.0)
     wrong = Difference(0.006, 0.1, (7,), MANY, 0.006, 1.0)
-    assert compare.judge("kda", "o", P, [right]).ok and not compare.judge("kda", "o", P, [wrong]).ok
+    assert compare.judge("kda", "o", P, [right]).ok
+    assert not compare.judge("kda", "o", P, [wrong]).ok
     assert compare.judge("kda", "dg", P, [wrong]).ok
     close = Difference(0.003, 0.1, (0,), MANY, 0.003, 1.0)
     assert not compare.judge("kda", "o", P, [right], [close]).ok, "within the budget, but farther than 1.25 times fla"
     text = str(compare.judge("kda", "o", P, [wrong]))
-    assert "too far, worst at [7]" in text and "\n" not in text
+    assert "too far, worst at [7]" in text
+    assert "\n" not in text
 
 
 def test_bits():
     nan = torch.tensor([math.nan, 0.0])
-    assert compare.same_bits(nan, nan.clone()) and compare.same_bits(None, None)
+    assert compare.same_bits(nan, nan.clone())
+    assert compare.same_bits(None, None)
     assert not compare.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert not compare.same_bits(nan, None) and not compare.same_bits(nan, nan.double())
+    assert not compare.same_bits(nan, None)
+    assert not compare.same_bits(nan, nan.double())
     turned = torch.arange(6).view(2, 3).t()
     assert compare.same_bits(turned, turned.contiguous())

@@ -63,7 +63,8 @@ def contract_holds(family, name, stage, written, found, p):
 def test_a_tensor_changes_with_the_stages_it_passes():
     before = contract.tensor("kda", "dq", "bwd.gva")
     after = contract.tensor("kda", "dq", "bwd.gva", written=True)
-    assert before.shape == ("B", "T", "HV", "K") and after.shape == ("B", "T", "H", "K")
+    assert before.shape == ("B", "T", "HV", "K")
+    assert after.shape == ("B", "T", "H", "K")
     assert contract.tensor("kda", "dq") == contract.tensor("kda", "dq", "bwd.norm", written=True)
     with pytest.raises(ValueError, match="tensor 'nope' is unknown in kda"):
         contract.tensor("kda", "nope")
@@ -72,8 +73,11 @@ def test_a_tensor_changes_with_the_stages_it_passes():
 def test_outputs_have_their_inputs_dtypes_and_are_absent_where_the_input_is():
     p = cases.get("kda", "tiny_varlen").problem()
     found = contract.outputs("kda", p)
-    assert found["dg"].dtype == torch.bfloat16 and found["dbeta"].dtype == torch.float32
-    assert found["dh0"].shape == (4, 1, 64, 64) and found["dh0"].present and found["dA_log"].present
+    assert found["dg"].dtype == torch.bfloat16
+    assert found["dbeta"].dtype == torch.float32
+    assert found["dh0"].shape == (4, 1, 64, 64)
+    assert found["dh0"].present
+    assert found["dA_log"].present
     bare = contract.outputs("kda", cases.get("kda", "tiny").problem())
     assert not any(bare[n].present for n in ("ht", "dh0", "dA_log", "ddt_bias"))
 
@@ -119,7 +123,8 @@ def test_a_span_reads_what_comes_from_outside_and_writes_what_is_wanted_there():
 )
 def test_floors_of_the_production_cases(family, case, mode, ms, bound):
     floor = contract.floor(family, mode, cases.get(family, case).problem())
-    assert math.isclose(floor.ms, ms, rel_tol=0.01) and floor.bound == bound
+    assert math.isclose(floor.ms, ms, rel_tol=0.01)
+    assert floor.bound == bound
 
 
 def test_fwdbwd_is_the_sum_and_bad_modes_are_named():
@@ -160,5 +165,6 @@ def test_documentation_rows_are_complete(family):
 
 def test_budgets_by_dtype():
     coarse, fine = (cases.get("cconv", n).problem() for n in ("tiny", "tiny_fp16"))
-    assert contract.budget("cconv", "y", coarse) == 5e-3 and contract.budget("cconv", "y", fine) == 1e-3
+    assert contract.budget("cconv", "y", coarse) == 5e-3
+    assert contract.budget("cconv", "y", fine) == 1e-3
     assert contract.budget("kda", "dg", cases.get("kda", "tiny").problem()) == 2e-2

@@ -1,4 +1,5 @@
-"""The oracle: two forms that share no code agree, slices are the whole's, and autograd's gradients are finite differences'."""
+"""The oracle: two forms that share no code agree, slices are the whole's, and autograd's gradients are finite
+differences'."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ def apart(got, want):
     for name, a in want.items():
         assert (a is None) == (got[name] is None), name
         if a is not None:
-            assert a.dtype == torch.float64 and a.shape == got[name].shape and torch.isfinite(a).all()
+            assert a.dtype == torch.float64
+            assert a.shape == got[name].shape
+            assert torch.isfinite(a).all()
             worst = max(worst, ((a - got[name]).norm() / a.norm().clamp_min(1e-30)).item())
     return worst
 
@@ -32,7 +35,8 @@ def test_rows_done_apart_are_the_whole(name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("kda", "tiny_gva"), ("kda", "tiny_gate"), ("kda", "tiny_varlen"), ("cconv", "tiny_varlen_state")]
+    ("family", "name"),
+    [("kda", "tiny_gva"), ("kda", "tiny_gate"), ("kda", "tiny_varlen"), ("cconv", "tiny_varlen_state")],
 )
 def test_a_slice_is_the_wholes_own(family, name):
     case = cases.get(family, name)
@@ -48,9 +52,13 @@ def test_slices_are_random_whole_groups_within_bounds():
     found = {oracle.choose(case, 2, seed).heads for seed in range(20)}
     assert len(found) > 10
     for heads in found:
-        assert len(heads) == 4 and heads[0] % 2 == 0 and heads[1] == heads[0] + 1 and max(heads) < 32
+        assert len(heads) == 4
+        assert heads[0] % 2 == 0
+        assert heads[1] == heads[0] + 1
+        assert max(heads) < 32
     wide = oracle.choose(cases.get("cconv", "prod8192_qk"), 2, 0)
-    assert len(wide.heads) == 128 and max(wide.heads) < 2048
+    assert len(wide.heads) == 128
+    assert max(wide.heads) < 2048
 
 
 @pytest.mark.parametrize("name", ["tiny_safe", "tiny_varlen", "tiny_neg"])
@@ -68,7 +76,9 @@ def test_gradients_are_finite_differences(name):
             assert found[grad] is None
             continue
         way, step = torch.randn_like(x[leaf]), 1e-5
-        slope = (loss(x.like({**x, leaf: x[leaf] + step * way})) - loss(x.like({**x, leaf: x[leaf] - step * way}))) / (2 * step)
+        slope = (loss(x.like({**x, leaf: x[leaf] + step * way})) - loss(x.like({**x, leaf: x[leaf] - step * way}))) / (
+            2 * step
+        )
         assert slope == pytest.approx((found[grad] * way).sum().item(), rel=1e-5, abs=1e-7), leaf
 
 
@@ -99,9 +109,8 @@ def test_an_empty_sequence_hands_its_state_on():
 
 
 def test_gates_of_minus_infinity_are_a_reset():
-    case = cases.get("kda", "tiny_mask")
-    x = inputs.make(case, 0)
-    x["g"] = torch.where(x["g"] == inputs.MASKED, -torch.inf, x["g"])
+    x = inputs.make(cases.get("kda", "tiny_reset"), 0)
+    assert (x["g"] == -torch.inf).any()
     for form in (oracle.recurrent, oracle.chunked):
         found = form(x)
         assert all(t is None or torch.isfinite(t).all() for t in found.values()), form.__name__
@@ -109,7 +118,8 @@ def test_gates_of_minus_infinity_are_a_reset():
 
 
 def test_terms_of_a_cancelling_sum():
-    """dA_log is the sum of the terms whose root sum of squares `term_sizes` gives: checked on a case with one token and one dimension."""
+    """dA_log is the sum of the terms whose root sum of squares `term_sizes` gives: checked on a case with one token
+    and one dimension."""
     for gate in ("softplus", "safe"):
         case = cases.KdaCase(id="one", T=2, H=1, K=1, V=2, why="", tags=frozenset(), gate=gate, g_dtype="fp32")
         x = inputs.make(case, 1)

@@ -1,4 +1,5 @@
-"""Poison and guard bands: what is poisoned, what is not, what a trespass looks like, and that everything is put back."""
+"""Poison and guard bands: what is poisoned, what is not, what a trespass looks like, and that everything is put
+back."""
 
 import math
 
@@ -27,22 +28,27 @@ def test_uninitialised_memory_is_nan_and_looks_like_the_real_thing(call):
     with Poison(HERE) as p:
         x = call()
     assert (x.shape, x.stride(), x.dtype, x.device) == (plain.shape, plain.stride(), plain.dtype, plain.device)
-    assert torch.isnan(x).all() and p.count == 1 and x.data_ptr() % 64 == 0
-    assert not x._is_view() and x.is_leaf
+    assert torch.isnan(x).all()
+    assert p.count == 1
+    assert x.data_ptr() % 64 == 0
+    assert not x._is_view()
+    assert x.is_leaf
     assert p.trespassed() == []
 
 
 def test_integers_and_booleans_have_their_own_pattern():
     with Poison(HERE):
         i, b = torch.empty(4, dtype=torch.int32), torch.empty(4, dtype=torch.bool)
-    assert (i == 0x7F7F7F7F).all() and b.all()
+    assert (i == 0x7F7F7F7F).all()
+    assert b.all()
 
 
 def test_other_code_is_left_alone():
     with Poison(("/nowhere/",)) as p:
         x = torch.empty(1000)
         torch.zeros(3)
-    assert p.count == 0 and x.untyped_storage().nbytes() == 4000
+    assert p.count == 0
+    assert x.untyped_storage().nbytes() == 4000
 
 
 def test_the_code_under_test_is_found_anywhere_on_the_stack():
@@ -51,12 +57,15 @@ def test_the_code_under_test_is_found_anywhere_on_the_stack():
 
     with Poison(HERE) as p:
         library(lambda: torch.empty(2))
-    assert p.count == 1 and p.buffers[0].label.startswith("tests/test_poison.py:")
+    assert p.count == 1
+    assert p.buffers[0].label.startswith("tests/test_poison.py:")
 
 
 def test_the_real_folders_are_the_package_the_ideas_and_the_controls():
     package, ideas, controls = poison.under_test()
-    assert package.endswith("/kernel_fun/") and ideas.endswith("/ideas/") and controls.endswith("/controls/")
+    assert package.endswith("/kernel_fun/")
+    assert ideas.endswith("/ideas/")
+    assert controls.endswith("/controls/")
 
 
 def test_given_buffers_and_empty_ones_are_not_replaced():
@@ -73,7 +82,9 @@ def test_requires_grad_is_kept():
         assert torch.empty(2, requires_grad=True).requires_grad
 
 
-@pytest.mark.parametrize(("offset", "side"), [(12, "past its end"), (BAND // 4 - 1 + 12, "past its end"), (-1, "before its start")])
+@pytest.mark.parametrize(
+    ("offset", "side"), [(12, "past its end"), (BAND // 4 - 1 + 12, "past its end"), (-1, "before its start")]
+)
 def test_a_write_outside_is_found_and_named(offset, side):
     with Poison(HERE) as p:
         x, other = torch.empty(3, 4), torch.empty(3, 4)
@@ -81,7 +92,9 @@ def test_a_write_outside_is_found_and_named(offset, side):
         other.fill_(1)
         element(x, offset).fill_(7.0)
     found = p.trespassed()
-    assert len(found) == 1 and "test_poison.py" in found[0] and side in found[0]
+    assert len(found) == 1
+    assert "test_poison.py" in found[0]
+    assert side in found[0]
 
 
 def element(x, offset):
@@ -99,11 +112,15 @@ def test_the_first_byte_past_an_odd_body_is_guarded():
 def test_guarded_copies_keep_values_and_strides_and_sit_in_nan():
     x = torch.randn(2, 5, 6)[..., 1:4].transpose(0, 1)
     y, guard = poison.guarded(x, "input x")
-    assert torch.equal(x, y) and y.stride() == x.stride()
-    assert torch.isnan(element(y, -1)).all() and math.isnan(element(y, 1 + sum((n - 1) * s for n, s in zip(y.shape, y.stride(), strict=True))))
+    assert torch.equal(x, y)
+    assert y.stride() == x.stride()
+    assert torch.isnan(element(y, -1)).all()
+    assert math.isnan(element(y, 1 + sum((n - 1) * s for n, s in zip(y.shape, y.stride(), strict=True))))
     assert poison.trespassed([guard]) == []
     poison.refill_bands([guard], 0)
-    assert element(y, -1).item() == 0 and poison.trespassed([guard]) == [] and torch.equal(x, y)
+    assert element(y, -1).item() == 0
+    assert poison.trespassed([guard]) == []
+    assert torch.equal(x, y)
     poison.refill_bands([guard], None)
     assert torch.isnan(element(y, -1)).all()
 
@@ -111,7 +128,9 @@ def test_guarded_copies_keep_values_and_strides_and_sit_in_nan():
 def test_other_fills():
     with Poison(HERE, body=0, band=0x3F) as p:
         x = torch.empty(4)
-    assert (x == 0).all() and 0.7 < element(x, 4).item() < 0.8 and p.trespassed() == []
+    assert (x == 0).all()
+    assert 0.7 < element(x, 4).item() < 0.8
+    assert p.trespassed() == []
 
 
 def test_everything_is_put_back_also_after_an_error():
