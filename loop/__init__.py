@@ -1,6 +1,7 @@
 """The ladder's harness: contracts, checks, timing, records and the commands over them. Importable without a GPU.
 
-Triton decides at import whether its kernels are compiled or interpreted, so the choice is made here, before anything imports it.
+Triton decides at import whether its kernels are compiled or interpreted, so the choice is made here, before anything
+imports it.
 """
 
 import os

@@ -4,17 +4,22 @@ Commands only read their arguments, show progress on stderr and print results; t
 A command exits 0 only on success, and answers bad input with one line.
 """
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  help="Kernels are tried, checked, timed and kept or refuted here. Start with: ./ladder demo")
+from loop import console
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Kernels are tried, checked, timed and kept or refuted here. Start with: ./ladder demo",
+)
 
 Out = Annotated[Path | None, typer.Option(help="Folder for what the command writes.")]
 Case = Annotated[str, typer.Option(help="Case ids or tags (tiny, smoke, primary, full), separated by commas.")]
@@ -29,7 +34,9 @@ def new(
     number: Annotated[str, typer.Argument(help="1 to 999, not used before.")],
     slug: Annotated[str, typer.Argument(help="Words joined by hyphens.")],
     family: Annotated[str, typer.Option(help="kda or cconv.")],
-    span: Annotated[list[str], typer.Option(help="Stages replaced: first or first..last; repeat it for the other pass.")],
+    span: Annotated[
+        list[str], typer.Option(help="Stages replaced: first or first..last; repeat it for the other pass.")
+    ],
     parent: Annotated[str | None, typer.Option(help="The idea it is a delta against.")] = None,
 ):
     """Make an idea's folder: IDEA.md to fill in, kernel.py that already passes, bench.ipynb."""
@@ -55,14 +62,20 @@ def ideas():
 
     table = Table("idea", "family", "spans", "status", "error")
     for i in registry.all_ideas():
-        table.add_row(i.name, i.family or "", ", ".join(i.spans), registry.front_matter(i.folder).get("status", ""), i.error or "")
-    _print(table)
+        table.add_row(
+            i.name, i.family or "", ", ".join(i.spans), registry.front_matter(i.folder).get("status", ""), i.error or ""
+        )
+    console.show(table)
 
 
 # ------------------------------------------------------------------------------------------------------ check and bench
 @app.command()
 def check(
-    family: Family, impl: Impl, case: Case = "smoke", seeds: Annotated[int, typer.Option(help="Fresh seeds a case.")] = 2, out: Out = None,
+    family: Family,
+    impl: Impl,
+    case: Case = "smoke",
+    seeds: Annotated[int, typer.Option(help="Fresh seeds a case.")] = 2,
+    out: Out = None,
 ):
     """Check arms against the fp64 oracle, with poisoned memory, guard bands and repeats; record the outcome."""
     from loop import arms, rows, runner
@@ -71,18 +84,25 @@ def check(
     names = runner.split(impl)
     for name in names:
         arms.make(family, name)
-    with _progress() as progress:
+    with console.progress() as progress:
         found = runner.check(family, names, listed, seeds, writer, progress)
-    _print(runner.check_table(found))
-    _say(f"rows: {writer.path}")
+    console.show(runner.check_table(found))
+    console.say(f"rows: {writer.path}")
     _finish(rows.all_passed(found))
 
 
 @app.command()
 def bench(
-    family: Family, impl: Impl, case: Case = "smoke", mode: Annotated[str, typer.Option(help="fwd, bwd, fwdbwd, by commas.")] = "fwdbwd",
-    baseline: Annotated[str, typer.Option(help="What ratios are against; default 000, and ship where --impl has it.")] = "",
-    blocks: Annotated[int | None, typer.Option(help="Paired blocks; default 21, 15 when slow, 5 on a CPU.", min=1)] = None,
+    family: Family,
+    impl: Impl,
+    case: Case = "smoke",
+    mode: Annotated[str, typer.Option(help="fwd, bwd, fwdbwd, by commas.")] = "fwdbwd",
+    baseline: Annotated[
+        str, typer.Option(help="What ratios are against; default 000, and ship where --impl has it.")
+    ] = "",
+    blocks: Annotated[
+        int | None, typer.Option(help="Paired blocks; default 21, 15 when slow, 5 on a CPU.", min=1)
+    ] = None,
     out: Out = None,
 ):
     """Check, then time arms against each other in one process; record and show the ratios."""
@@ -91,10 +111,10 @@ def bench(
     listed, modes, names = runner.cases_of(family, case), runner.modes_of(mode), runner.split(impl)
     against = runner.split(baseline) if baseline else ["000", *(n for n in names if n == "ship")]
     writer = runner.writer(family, impl, out)
-    with _progress() as progress:
+    with console.progress() as progress:
         found = runner.bench(family, names, listed, modes, against, blocks, writer, progress)
-    _print(runner.bench_table(found))
-    _say(f"rows: {writer.path}")
+    console.show(runner.bench_table(found))
+    console.say(f"rows: {writer.path}")
     _finish(rows.all_passed(found))
 
 
@@ -105,22 +125,30 @@ def firstcall(family: Family, impl: Impl, case: Case = "smoke", out: Out = None)
     from loop import rows, runner
 
     listed, writer = runner.cases_of(family, case), runner.writer(family, f"firstcall-{impl}", out)
-    with _progress() as progress:
-        found = [work.firstcall(family, name, c.id, writer=writer, progress=progress) for c in listed for name in runner.split(impl)]
-    _print(runner.firstcall_table(found))
-    _say(f"rows: {writer.path}")
+    with console.progress() as progress:
+        found = [
+            work.firstcall(family, name, c.id, writer=writer, progress=progress)
+            for c in listed
+            for name in runner.split(impl)
+        ]
+    console.show(runner.firstcall_table(found))
+    console.say(f"rows: {writer.path}")
     _finish(rows.all_passed(found))
 
 
 @app.command()
-def profile(idea: Idea, case: Annotated[str, typer.Option(help="One case id.")], mode: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd.")] = "fwdbwd",
-            out: Out = None):
+def profile(
+    idea: Idea,
+    case: Annotated[str, typer.Option(help="One case id.")],
+    mode: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd.")] = "fwdbwd",
+    out: Out = None,
+):
     """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
     from loop import profile as work
     from loop import runner
 
     (mode,) = runner.modes_of(mode)[:1]
-    with _progress() as progress:
+    with console.progress() as progress:
         progress(f"profile {idea} on {case}", 0, 1)
         path = work.profile(idea, case, mode, out)
     print(path)
@@ -131,7 +159,9 @@ def profile(idea: Idea, case: Annotated[str, typer.Option(help="One case id.")],
 def board(
     family: Annotated[list[str] | None, typer.Option(help="Only this family.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A list of objects, one per time.")] = False,
-    logs: Annotated[list[Path] | None, typer.Option(help="Folders or files of rows; default bench_logs and out/bench_logs.")] = None,
+    logs: Annotated[
+        list[Path] | None, typer.Option(help="Folders or files of rows; default bench_logs and out/bench_logs.")
+    ] = None,
 ):
     """The leaderboard per family, case and mode: ratios, intervals, times, share of the floor."""
     from loop import board as work
@@ -143,7 +173,7 @@ def board(
         print(json.dumps(work.entries(found, families), indent=1))
         return
     tables = work.tables(found, families)
-    _print(*tables or ["no rows yet; run: python -m loop bench kda --impl 000"])
+    console.show(*tables or ["no rows yet; run: python -m loop bench kda --impl 000"])
 
 
 @app.command()
@@ -152,7 +182,7 @@ def promote(idea: Idea):
     from loop import promote as work
 
     entry = work.promote(idea)
-    print(f"{entry['source']} -> kernel_fun stages/{entry['module']}.py ({entry['sha256'][:12]}, commit {entry['commit'][:12]})")
+    print(f"{entry['source']} -> stages/{entry['module']}.py, sha256 {entry['sha256'][:12]}, {entry['commit'][:12]}")
     for line in entry["evidence"]:
         print(f"  {line}")
 
@@ -174,7 +204,9 @@ def drift():
 @app.command()
 def run(
     idea: Idea,
-    parameter: Annotated[list[str] | None, typer.Option("-p", "--parameter", help="NAME=VALUE of the notebook's parameters.")] = None,
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", "--parameter", help="NAME=VALUE of the notebook's parameters.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a cell.")] = 900.0,
     out: Out = None,
 ):
@@ -199,7 +231,10 @@ def nightly(
 
 
 @app.command()
-def demo(idea: Annotated[str | None, typer.Argument(help="An idea; default the newest promoted one.")] = None, out: Out = None):
+def demo(
+    idea: Annotated[str | None, typer.Argument(help="An idea; default the newest promoted one.")] = None,
+    out: Out = None,
+):
     """The main job once, on whatever this machine has: an idea's notebook, its checks, times and verdict."""
     from loop import demo as work
 
@@ -212,41 +247,6 @@ def test(context: typer.Context):
     from loop import selftest
 
     raise typer.Exit(selftest.selftest(context.args))
-
-
-# --------------------------------------------------------------------------------------------------------------- output
-def _print(*things) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for thing in things:
-        console.print(thing, highlight=False)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator:
-    """A progress line on stderr; without a terminal, one line per new step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        last = [""]
-
-        def line(what: str, done: int, total: int) -> None:
-            if what != last[0]:
-                _say(what)
-                last[0] = what
-
-        yield line
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting")
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def _finish(ok: bool) -> None:
@@ -262,11 +262,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as err:
-        _say(f"error: {err}")
+        console.say(f"error: {err}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        _say("interrupted; rows written so far are complete")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Arms: what is checked and timed against what.
 
-    000            fla alone, through its public op (on a CPU, where fla cannot run, the plain-torch chain; `what` says so)
+    000            fla alone, through its public op (on a CPU the plain-torch chain: fla cannot run there)
     ship           the package: its public op, with the promoted kernels
     005            idea 005 spliced into the package's chain (it wins over promoted kernels of the same stages)
     005+007        both, in one chain
@@ -11,7 +11,6 @@ An arm is a differentiable callable of the op-level inputs. Two arms of a run sh
 """
 
 import functools
-import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from pathlib import Path
 import torch
 
 from kernel_fun._common import support
-from loop import registry
+from loop import registry, sources
 from loop.inputs import LEAVES as TENSORS
-
 
 
 class ArmError(ValueError):
@@ -34,8 +32,9 @@ class Arm:
     """One implementation of a family's op.
 
     op(inputs, grad=True) -> (result, ht): `inputs` as `loop.inputs.make` gives them; results as fla returns them (ht is
-    None unless the case asks for it). supports(case) -> (ok, reason). `source_sha` is of the arm's own source when it was
-    made, `chain_sha` of the shipped chain around an idea. `stages(case)` names what runs each step, where that is known.
+    None unless the case asks for it). supports(case) -> (ok, reason). `source_sha` is of the arm's own source when it
+    was made, `chain_sha` of the shipped chain around an idea. `stages(case)` names what runs each step, where that is
+    known.
     """
 
     name: str
@@ -46,8 +45,6 @@ class Arm:
     run: Callable
     supports: Callable[[object], tuple[bool, str]]
     stages: Callable[[object], tuple[str, ...]]
-    close: Callable[[], None] = lambda: None
-    remote: object | None = None  # a peer in a process of its own, which times itself
 
     def op(self, inputs, grad: bool = True):
         with torch.set_grad_enabled(grad):
@@ -55,7 +52,7 @@ class Arm:
 
     def current_sha(self) -> str:
         """The arm's source as it is on disk now."""
-        return source_sha(self.family, self.name)
+        return sources.arm(self.family, self.name)
 
     def launches(self, inputs, mode: str = "fwdbwd") -> dict[str, int]:
         """Device kernels of one warm call, by name. Empty on a CPU."""
@@ -79,12 +76,6 @@ def known_names(family: str) -> list[str]:
     return [registry.BASELINE, "ship", *ids, *peers.names(family)]
 
 
-def parse(name: str) -> tuple[list[str], str]:
-    """`"005+007@000"` -> (["005", "007"], "000"); the base is "ship" when not given."""
-    ideas, _, base = name.partition("@")
-    return ideas.split("+"), base or "ship"
-
-
 def make(family: str, name: str) -> Arm:
     """The arm called `name`. ArmError, in one line, names the closest ones or says what is wrong with the idea."""
     from loop import peers
@@ -97,51 +88,16 @@ def make(family: str, name: str) -> Arm:
         return _ship(family)
     if name in peers.names(family):
         return peers.make(family, name)
-    ideas, base = parse(name)
+    ideas, base = sources.parse(name)
     if base not in ("ship", registry.BASELINE):
         raise ArmError(f"arm {name!r}: the base after @ is ship or 000, got {base!r}")
     numbers = registry.folders()
     for idea in ideas:
         if idea not in numbers or idea == registry.BASELINE:
             known = known_names(family)
-            raise ArmError(f"no arm {name!r} in {family}{registry.closest(idea, known)}; arms are {', '.join(known)}, and 005+007, 005@000")
+            near = registry.closest(idea, known)
+            raise ArmError(f"no arm {name!r} in {family}{near}; arms are {', '.join(known)}, and 005+007, 005@000")
     return _spliced(family, name, ideas, base)
-
-
-# ------------------------------------------------------------------------------------------------------------- sources
-def source_sha(family: str, name: str) -> str:
-    """Hash of an arm's own source on disk: the idea's kernel.py, the package's family and common code, or fla's version."""
-    from loop import peers
-
-    if name == registry.BASELINE:
-        return _text_sha(f"fla {_fla_version()}")
-    if name == "ship":
-        return ship_sha(family)
-    if name in peers.names(family):
-        return _text_sha(peers.identity(family, name))
-    ideas, base = parse(name)
-    shas = [registry.source_sha(idea) for idea in ideas]
-    return shas[0] if len(shas) == 1 else _text_sha("+".join(shas))
-
-
-def ship_sha(family: str) -> str:
-    """Hash of every source file of the package that a family's op runs."""
-    package = registry.root() / "package" / "src" / "kernel_fun"
-    digest = hashlib.sha256()
-    for path in sorted([*(package / "_common").rglob("*.py"), *(package / family).rglob("*.py")]):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def _text_sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@functools.cache
-def _fla_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("fla-core")
 
 
 # ---------------------------------------------------------------------------------------------------------------- arms
@@ -156,9 +112,26 @@ def _chain(family: str):
 def _baseline(family: str) -> Arm:
     if not on_gpu():
         run = _plan_runner(family, lambda p: _chain(family).make_plan(p, base="reference", shipped=False))
-        return Arm("000", family, "the plain-torch chain (fla cannot run on a CPU)", source_sha(family, "000"), None, run, _yes,
-                   lambda case: ("reference",))
-    return Arm("000", family, f"fla {_fla_version()}", source_sha(family, "000"), None, FLA[family], _yes, lambda case: ("fla",))
+        return Arm(
+            "000",
+            family,
+            "the plain-torch chain (fla cannot run on a CPU)",
+            sources.arm(family, "000"),
+            None,
+            run,
+            _yes,
+            lambda case: ("reference",),
+        )
+    return Arm(
+        "000",
+        family,
+        f"fla {sources.fla_version()}",
+        sources.arm(family, "000"),
+        None,
+        FLA[family],
+        _yes,
+        lambda case: ("fla",),
+    )
 
 
 def fla_kda(inputs):
@@ -190,7 +163,9 @@ def _ship(family: str) -> Arm:
         return (True, "") if steps else (False, "; ".join(reasons) or "the package ships no kernel for this op yet")
 
     if on_gpu():
-        op = getattr(importlib.import_module(f"kernel_fun.{family}"), {"kda": "chunk_kda", "cconv": "causal_conv1d"}[family])
+        op = getattr(
+            importlib.import_module(f"kernel_fun.{family}"), {"kda": "chunk_kda", "cconv": "causal_conv1d"}[family]
+        )
 
         def run(inputs):
             tensors = {name: inputs[name] for name in TENSORS[family]}
@@ -198,8 +173,16 @@ def _ship(family: str) -> Arm:
     else:
         run = _plan_runner(family, lambda p: chain.make_plan(p, base="reference", shipped=True))
     what = "the package" if on_gpu() else "the package's kernels, interpreted, in the plain-torch chain"
-    return Arm("ship", family, what, ship_sha(family), None, run, supports,
-               lambda case: chain.make_plan(case.problem(arch()), base="fla" if on_gpu() else "reference").sources())
+    return Arm(
+        "ship",
+        family,
+        what,
+        sources.ship(family),
+        None,
+        run,
+        supports,
+        lambda case: chain.make_plan(case.problem(arch()), base="fla" if on_gpu() else "reference").sources(),
+    )
 
 
 def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
@@ -208,7 +191,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
     except registry.IdeaError as err:
         raise ArmError(str(err)) from err
     for idea, module in zip(ideas, modules, strict=True):
-        if module.FAMILY != family:
+        if family != module.FAMILY:
             raise ArmError(f"idea {idea} belongs to {module.FAMILY}, not to {family}")
     chain = _chain(family)
     shipped = base == "ship" and on_gpu()
@@ -223,19 +206,24 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
     def plan(p):
         return chain.make_plan(p, ideas=modules, base="fla" if on_gpu() else "reference", shipped=shipped)
 
-    around = {True: "the package's chain" if base == "ship" else "fla's bare chain", False: "the plain-torch chain, interpreted"}[on_gpu()]
-    sha = _text_sha("+".join(shas)) if len(shas := [_loaded_sha(m) for m in modules]) > 1 else shas[0]
-    return Arm(name, family, f"{'+'.join(ideas)} in {around}", sha, ship_sha(family) if shipped else None, _plan_runner(family, plan), supports,
-               lambda case: plan(case.problem(arch())).sources())
-
-
-def _loaded_sha(module) -> str:
-    """sha256 of the source that the loaded module was built from."""
-    return registry.loaded_sha(Path(module.__file__))
+    around = "the plain-torch chain, interpreted"
+    if on_gpu():
+        around = "the package's chain" if base == "ship" else "fla's bare chain"
+    sha = sources.combined([registry.loaded_sha(Path(module.__file__)) for module in modules])
+    return Arm(
+        name,
+        family,
+        f"{'+'.join(ideas)} in {around}",
+        sha,
+        sources.ship(family) if shipped else None,
+        _plan_runner(family, plan),
+        supports,
+        lambda case: plan(case.problem(arch())).sources(),
+    )
 
 
 def _plan_runner(family: str, plan_of: Callable) -> Callable:
-    """A runner that builds one plan per problem and applies it to the op-level tensors, as the package's own op does."""
+    """A runner that builds one plan per problem and applies it to the op-level tensors, as the package's op does."""
     apply = importlib.import_module(f"kernel_fun.{family}.autograd").apply
     plan_of = functools.lru_cache(maxsize=64)(plan_of)
     as_they_are = ("x", "dy")  # any strides are part of the convolution's contract
@@ -247,8 +235,14 @@ def _plan_runner(family: str, plan_of: Callable) -> Callable:
         tensors = [t if t is None or n in as_they_are else t.contiguous() for n in TENSORS[family] for t in [inputs[n]]]
         cu = inputs["cu_seqlens"]
         tables = packed.describe(cu) if cu is not None else None
-        return apply(plan_of(p), p, *tensors, cu_seqlens=cu, chunk_indices=tables and tables.chunk_indices,
-                     chunk_offsets=tables and tables.chunk_offsets)
+        return apply(
+            plan_of(p),
+            p,
+            *tensors,
+            cu_seqlens=cu,
+            chunk_indices=tables and tables.chunk_indices,
+            chunk_offsets=tables and tables.chunk_offsets,
+        )
 
     return run
 
@@ -268,7 +262,8 @@ def witness(arm: Arm, inputs, mode: str) -> dict[str, int]:
         torch.cuda.synchronize()
     found: dict[str, int] = {}
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset", "Activity")):
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(
+            ("Memcpy", "Memset", "Activity")
+        ):
             found[event.name[:160]] = found.get(event.name[:160], 0) + 1
     return found
-

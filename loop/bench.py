@@ -1,65 +1,32 @@
 """The one timing routine of this repository (protocol v1): paired blocks of interleaved arms in one process.
 
-Per case and mode: every arm is warmed; each is captured into a CUDA graph over input sets that together exceed the L2, or all
-run eagerly when one cannot be captured; then in each block every arm is run once untimed and once timed, in rotated and
-reversed order, behind a short device-side wait so that the host's launch work is never in the number. The baseline runs
-twice in each block (A/A): what it differs from itself by is what the run cannot tell apart. Clocks are read, never set.
-On a CPU the same blocks are timed with the host's clock; such rows say so and promote nothing.
+Per case and mode: every arm is warmed; each is captured into a CUDA graph over input sets that together exceed the L2,
+or all run eagerly when one cannot be captured; then in each block every arm is run once untimed and once timed, in
+rotated and reversed order, behind a short device-side wait so that the host's launch work is never in the number. The
+baseline runs twice in each block (A/A): what it differs from itself by is what the run cannot tell apart. Clocks are
+read, never set. On a CPU the same blocks are timed with the host's clock; such rows say so and promote nothing.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from loop import arms, calls, cases, check, inputs, nvml, results, stats, verdict
+from loop.results import Lane, Run
 from loop.rows import Row, Writer
 
 BLOCKS, SLOW_BLOCKS, CPU_BLOCKS = 21, 15, 5
-SLOW_RUN_S = 8.0            # a run that would take longer than this at 21 blocks does 15
+SLOW_RUN_S = 8.0  # a run that would take longer than this at 21 blocks does 15
 SAMPLE_S, CPU_SAMPLE_S = 1e-3, 1e-2  # a timed sample lasts at least this
-L2_MULTIPLE = 3             # all input sets together, in multiples of the L2
+L2_MULTIPLE = 3  # all input sets together, in multiples of the L2
 MAX_SETS = 8
-WARM_S = 0.5                # of matrix products before the first block, so that the clocks have settled
-QUEUE_S = 0.02              # of host time may be enqueued ahead
-LAUNCH_S = 2e-4             # the device waits at least this long while the host enqueues a sample
-MAX_CLOCK_HZ = 2.0e9        # turns seconds into cycles of that wait
-AA = "A/A"
-
-
-@dataclass
-class Lane:
-    """One arm on its way through a run. `unit` runs the arm once per input set; `samples` are ms per call, one per block."""
-
-    arm: arms.Arm
-    calls: list[Callable] = field(default_factory=list)
-    unit: Callable | None = None
-    unit_s: float = 0.0
-    host_s: float = 0.0
-    caller_ms: float | None = None
-    reps: int = 1
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-    samples: list[float] = field(default_factory=list)
-    mhz: list[int] = field(default_factory=list)
-    launches: dict[str, int] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None   # (status, reason)
-
-
-@dataclass
-class Run:
-    """What a run's arms have in common."""
-
-    timer: str = "cpu"
-    timer_note: str = ""
-    sets: int = 1
-    set_bytes: int = 0
-    blocks: int = CPU_BLOCKS
-    aa_samples: list[float] = field(default_factory=list)
-    throttle: set[str] = field(default_factory=set)
+WARM_S = 0.5  # of matrix products before the first block, so that the clocks have settled
+QUEUE_S = 0.02  # of host time may be enqueued ahead
+LAUNCH_S = 2e-4  # the device waits at least this long while the host enqueues a sample
+MAX_CLOCK_HZ = 2.0e9  # turns seconds into cycles of that wait
 
 
 def bench(
@@ -81,7 +48,8 @@ def bench(
     Args:
         impls: arm names, or arms. The baselines are added when they are missing.
         case: from `loop.cases`. mode: fwd, bwd or fwdbwd.
-        checks: arm name -> CheckResult of this process. An arm without one is checked here; one that did not pass is a row
+        checks: arm name -> CheckResult of this process. An arm without one is checked here; one that did not pass is a
+        row
             with its status and no time; a result of another process, arm, source or case is refused (ValueError).
         blocks: default 21, 15 for runs that would take over 8 s, 5 on a CPU.
         progress: called as (what, done, total).
@@ -129,23 +97,25 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
     """Fill the lanes' samples, or their failures."""
     device = "cuda" if arms.on_gpu() else "cpu"
     sets = _input_sets(run, case, seed, device)
-    for lane in lanes:
-        progress(f"warm up {lane.arm.name}", 0, 1)
-        _guarded(lane, lambda lane=lane: _prepare(lane, sets, mode))
-    alive = [lane for lane in lanes if lane.failure is None]
-    if base not in alive:
-        return
-    if device == "cuda":
+    try:
+        for lane in lanes:
+            progress(f"warm up {lane.arm.name}", 0, 1)
+            _guarded(lane, lambda lane=lane: _prepare(lane, sets, mode))
+        alive = [lane for lane in lanes if lane.failure is None]
+        if base not in alive:
+            return
+        if device == "cpu":
+            _blocks(run, alive, base, blocks, _cpu_sample, progress)
+            return
         _capture(run, alive)
         _heat()
-        stream = torch.cuda.current_stream()
         with torch.cuda.stream(_stream()):
             _blocks(run, alive, base, blocks, _gpu_sample, progress)
-        stream.wait_stream(_stream())
         for lane in alive:  # last, so that the profiler is not in the times
             lane.launches = lane.arm.launches(sets[0], mode)
-    else:
-        _blocks(run, alive, base, blocks, _cpu_sample, progress)
+    finally:
+        for lane in lanes:
+            _drop(lane)
 
 
 def _input_sets(run: Run, case, seed: int, device: str) -> list[inputs.Inputs]:
@@ -167,15 +137,16 @@ def _guarded(lane: Lane, work: Callable[[], None]) -> None:
         work()
     except torch.OutOfMemoryError as err:
         lane.failure = ("OOM", _line(err))
-        _drop(lane)
     except Exception as err:
         if "CUDA error" in str(err):
             raise  # the context is gone: nothing measured after this would mean anything
         lane.failure = ("ERROR", f"{type(err).__name__}: {_line(err)}")
+    if lane.failure:
         _drop(lane)
 
 
 def _drop(lane: Lane) -> None:
+    """Let go of the lane's graphs and residuals."""
     lane.calls, lane.unit = [], None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -195,8 +166,7 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
         lane.unit()
         lane.unit_s = lane.host_s = time.perf_counter() - start
         return
-    lane.arm.op(sets[0], False)  # compiles, so that the memory reading sees no autotuning
-    _warm_gradients(lane.arm, sets[0], mode)
+    calls.make(lane.arm, sets[0], "fwd" if mode == "fwd" else "fwdbwd")()  # compiles and tunes, before memory is read
     lane.peak_bytes, lane.saved_bytes = calls.memory(lane.arm, sets[0], mode)
     with torch.cuda.stream(_stream()):
         lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
@@ -213,12 +183,6 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
         lane.host_s = time.perf_counter() - began
         end.synchronize()
         lane.unit_s = start.elapsed_time(end) / 1e3
-
-
-def _warm_gradients(arm: arms.Arm, one: inputs.Inputs, mode: str) -> None:
-    if mode != "fwd":
-        calls.make(arm, one, "fwdbwd")()
-        torch.cuda.synchronize()
 
 
 def _caller_ms(call: Callable) -> float:
@@ -242,7 +206,7 @@ def _eager(lane: Lane) -> Callable[[], None]:
 
 
 def _capture(run: Run, lanes: list[Lane]) -> None:
-    """One graph per lane over all input sets, all in one memory pool; all lanes stay eager when one cannot be captured."""
+    """One graph per lane over all input sets, in one memory pool; all lanes stay eager when one cannot be captured."""
     pool = torch.cuda.graph_pool_handle()
     graphs = []
     for lane in lanes:
@@ -294,7 +258,7 @@ def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample:
     if run.timer != "cpu":
         block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
         run.blocks = BLOCKS if BLOCKS * block_s < SLOW_RUN_S else SLOW_BLOCKS
-    run.blocks = blocks or run.blocks
+    run.blocks = blocks or run.blocks or CPU_BLOCKS
     places = [*lanes, None]
     for number, order in enumerate(stats.block_orders(len(places), run.blocks)):
         progress("blocks", number, run.blocks)

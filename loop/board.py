@@ -5,17 +5,19 @@ A newer failure hides an older time: the board says what is so now. `stale` mark
 
 from collections.abc import Iterable, Sequence
 
-from loop import arms, registry, rows
+from loop import registry, rows, sources
 
 # The keys of `--json`, in order. ratio = baseline_ms / ms: above 1 is faster.
 KEYS = (
-    "family", "case", "mode", "arm", "baseline", "ratio", "ci_low", "ci_high", "ms", "baseline_ms", "floor_ms", "peak_bytes",
-    "baseline_peak_bytes", "device", "row_id", "code_sha", "stale",
+    "family", "case", "mode", "arm", "baseline", "ratio", "ci_low", "ci_high", "ms", "baseline_ms", "floor_ms",
+    "peak_bytes", "baseline_peak_bytes", "device", "row_id", "code_sha", "stale",
 )  # fmt: skip
 
 
 def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
-    """The newest bench row of each (family, case, mode, arm, baseline, device), in that order; `found` is oldest first."""
+    """The newest bench row of each (family, case, mode, arm, baseline, device), in that order; `found` is oldest
+    first.
+    """
     last = {}
     for row in found:
         if row.kind == "bench":
@@ -26,7 +28,7 @@ def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
 def is_stale(row: rows.Row) -> bool:
     """Has the arm's own source changed since the row, or gone?"""
     try:
-        return arms.source_sha(row.family, row.arm) != row.code_sha
+        return sources.arm(row.family, row.arm) != row.code_sha
     except (registry.IdeaError, LookupError, ModuleNotFoundError):
         return True
 
@@ -38,7 +40,9 @@ def entry(row: rows.Row) -> dict:
 
 
 def entries(found: Iterable[rows.Row] | None = None, families: Sequence[str] = registry.FAMILIES) -> list[dict]:
-    """The leaderboard of the rows (default: all recorded ones): times only, fastest first within family, case and mode."""
+    """The leaderboard of the rows (default: all recorded ones): times only, fastest first within family, case and
+    mode.
+    """
     listed = [entry(r) for r in newest(rows.read() if found is None else found) if r.perf and r.family in families]
     return sorted(listed, key=lambda e: (e["family"], e["case"], e["mode"], e["device"], e["baseline"], -e["ratio"]))
 
@@ -60,22 +64,42 @@ def tables(found: list[rows.Row], families: Sequence[str] = registry.FAMILIES) -
         if place not in made:
             note = ": not comparable with a GPU, never promoted" if e["device"] == "cpu" else ""
             made[place] = Table(title=f"{e['family']} on {e['device']}{note}", title_justify="left")
-            for column in ("case", "mode", "arm", "vs", "ratio", "interval", "verdict", "ms", "vs ms", "floor ms", "of floor", "peak GiB", "row"):
-                made[place].add_column(column, justify="left" if column in ("case", "mode", "arm", "vs", "verdict", "row") else "right")
+            for column in (
+                "case",
+                "mode",
+                "arm",
+                "vs",
+                "ratio",
+                "interval",
+                "verdict",
+                "ms",
+                "vs ms",
+                "floor ms",
+                "of floor",
+                "peak GiB",
+                "row",
+            ):
+                made[place].add_column(
+                    column, justify="left" if column in ("case", "mode", "arm", "vs", "verdict", "row") else "right"
+                )
         group = (*place, e["case"], e["mode"])
         if previous and previous != group and previous[:2] == place:
             made[place].add_section()
         first = previous != group
         previous = group
+        verdict = verdicts[e["row_id"]] + (" (stale)" if e["stale"] else "")
+        share = f"{100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else ""
+        peak = "" if e["peak_bytes"] is None else f"{e['peak_bytes'] / 2**30:.2f}"
         made[place].add_row(
             e["case"] if first else "", e["mode"] if first else "", e["arm"], e["baseline"], f"{e['ratio']:.3f}",
-            f"{e['ci_low']:.3f} to {e['ci_high']:.3f}", verdicts[e["row_id"]] + (" (stale)" if e["stale"] else ""), f"{e['ms']:.3f}",
-            f"{e['baseline_ms']:.3f}", _number(e["floor_ms"]), "" if not e["floor_ms"] else f"{100 * e['floor_ms'] / e['ms']:.0f} %",
-            "" if e["peak_bytes"] is None else f"{e['peak_bytes'] / 2**30:.2f}", e["row_id"], style="dim" if e["stale"] else None,
+            f"{e['ci_low']:.3f} to {e['ci_high']:.3f}", verdict, f"{e['ms']:.3f}", f"{e['baseline_ms']:.3f}",
+            _number(e["floor_ms"]), share, peak, e["row_id"], style="dim" if e["stale"] else None,
         )  # fmt: skip
     failed = failures(found, families)
     if failed:
-        table = Table("family", "case", "mode", "arm", "status", "reason", title="failed at the newest run", title_justify="left")
+        table = Table(
+            "family", "case", "mode", "arm", "status", "reason", title="failed at the newest run", title_justify="left"
+        )
         for r in failed:
             table.add_row(r.family, r.case, r.mode, r.arm, r.status, r.reason)
         made["failures"] = table

@@ -1,8 +1,8 @@
-"""One call of an arm in one mode, as a function without arguments: what the timer, the profiler and the memory reading all run.
+"""One call of an arm in one mode, without arguments: what the timer, the profiler and the memory reading all run.
 
-    fwd      the forward without gradients
-    bwd      `torch.autograd.grad` on the retained graph of a forward that ran beforehand
-    fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
+fwd      the forward without gradients
+bwd      `torch.autograd.grad` on the retained graph of a forward that ran beforehand
+fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
 """
 
 from collections.abc import Callable
@@ -35,13 +35,17 @@ def gradients(results, inputs: Inputs, leaves: list[torch.Tensor], retain: bool 
     """Gradients of the results against the case's incoming gradients."""
     incoming = (inputs[name] for name in INCOMING[inputs.case.family])
     pairs = [(r, d) for r, d in zip(results, incoming, strict=True) if r is not None and d is not None]
-    return torch.autograd.grad([r for r, _ in pairs], leaves, [d for _, d in pairs], retain_graph=retain, allow_unused=True)
+    return torch.autograd.grad(
+        [r for r, _ in pairs], leaves, [d for _, d in pairs], retain_graph=retain, allow_unused=True
+    )
 
 
 def memory(arm, inputs: Inputs, mode: str) -> tuple[int | None, int | None]:
-    """(peak, saved) in bytes over the inputs: the most held during one eager call, and what a forward leaves for the backward.
+    """(peak, saved) in bytes over the inputs: the most held during one eager call, and what a forward leaves for the
+    backward.
 
-    For "bwd" the peak is the backward's, residuals included. `saved` excludes the results; None in "fwd". (None, None) on a CPU.
+    For "bwd" the peak is the backward's, residuals included. `saved` excludes the results; None in "fwd". (None, None)
+    on a CPU.
     """
     if not torch.cuda.is_available():
         return None, None

@@ -18,10 +18,25 @@ from loop.registry import root
 
 # Every switch of fla 0.6.0 that changes what a baseline is; other FLA_* variables that are set are recorded too.
 FLA_SWITCHES = (
-    "FLA_DISABLE_BACKEND_DISPATCH", "FLA_FLASH_KDA", "FLA_TILELANG", "FLA_GLUON", "FLA_CONV_GLUON", "FLA_CONV_BACKEND",
-    "FLA_INTRACARD_CP", "FLA_INTRACARD_MAX_SPLITS", "FLA_CACHE_MODE", "FLA_CONFIG_DIR", "FLA_CACHE_RESULTS",
-    "FLA_USE_FAST_OPS", "FLA_USE_TMA", "FLA_TRIL_PRECISION", "FLA_TENSOR_CACHE_SIZE", "FLA_DISABLE_TENSOR_CACHE",
-    "FLA_GPU_NAME", "FLA_USE_COMPILE", "FLA_CI_ENV",
+    "FLA_DISABLE_BACKEND_DISPATCH",
+    "FLA_FLASH_KDA",
+    "FLA_TILELANG",
+    "FLA_GLUON",
+    "FLA_CONV_GLUON",
+    "FLA_CONV_BACKEND",
+    "FLA_INTRACARD_CP",
+    "FLA_INTRACARD_MAX_SPLITS",
+    "FLA_CACHE_MODE",
+    "FLA_CONFIG_DIR",
+    "FLA_CACHE_RESULTS",
+    "FLA_USE_FAST_OPS",
+    "FLA_USE_TMA",
+    "FLA_TRIL_PRECISION",
+    "FLA_TENSOR_CACHE_SIZE",
+    "FLA_DISABLE_TENSOR_CACHE",
+    "FLA_GPU_NAME",
+    "FLA_USE_COMPILE",
+    "FLA_CI_ENV",
 )
 OTHER_SWITCHES = ("KERNEL_FUN_", "TRITON_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF")
 SECRET_PATHS = ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_HOME")  # where a cache lies does not change a number
@@ -49,8 +64,12 @@ def machine() -> dict:
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
         facts |= {
-            "capability": f"{gpu.major}.{gpu.minor}", "sms": gpu.multi_processor_count, "l2_bytes": gpu.L2_cache_size,
-            "memory_bytes": gpu.total_memory, "driver": nvml.driver(), "power_limit_w": nvml.power_limit_w(),
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "sms": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
+            "memory_bytes": gpu.total_memory,
+            "driver": nvml.driver(),
+            "power_limit_w": nvml.power_limit_w(),
         }
     return facts
 
@@ -61,7 +80,12 @@ def versions() -> dict:
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name, dist in (("triton", "triton"), ("cutlass", "nvidia-cutlass-dsl"), ("fla", "fla-core"), ("numpy", "numpy")):
+    for name, dist in (
+        ("triton", "triton"),
+        ("cutlass", "nvidia-cutlass-dsl"),
+        ("fla", "fla-core"),
+        ("numpy", "numpy"),
+    ):
         try:
             found[name] = importlib.metadata.version(dist)
         except importlib.metadata.PackageNotFoundError:
@@ -70,7 +94,9 @@ def versions() -> dict:
 
 
 def switches() -> dict:
-    """Environment variables that change what runs. FLA_CONFIG_DIR is recorded as a hash of the configurations it holds."""
+    """Environment variables that change what runs. FLA_CONFIG_DIR is recorded as a hash of the configurations it
+    holds.
+    """
     found = {name: os.environ.get(name) for name in FLA_SWITCHES}
     for name in sorted(os.environ):
         if name.startswith(("FLA_", *OTHER_SWITCHES)) and name not in SECRET_PATHS:

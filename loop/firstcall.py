@@ -1,8 +1,8 @@
 """What the first call costs: an arm's compilation and tuning, in a fresh process with empty kernel caches.
 
-The child times the first forward and backward of one arm on one case, then the same again warm, then checks the arm: a time
-of a wrong build is not recorded. Caches of Triton, the CuTe DSL and the driver start empty; fla's tuned configurations
-(FLA_CONFIG_DIR) are what the environment says, and rows record them.
+The child times the first forward and backward of one arm on one case, then the same again warm, then checks the arm: a
+time of a wrong build is not recorded. Caches of Triton, the CuTe DSL and the driver start empty; fla's tuned
+configurations (FLA_CONFIG_DIR) are what the environment says, and rows record them.
 """
 
 import json
@@ -20,18 +20,30 @@ TIMEOUT_S = 1200  # fla alone tunes for 220 s where it finds no configurations
 CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "CUTE_DSL_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
-def firstcall(family: str, name: str, case_id: str, timeout: float = TIMEOUT_S, writer: rows.Writer | None = None,
-              progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> rows.Row:
+def firstcall(
+    family: str,
+    name: str,
+    case_id: str,
+    timeout: float = TIMEOUT_S,
+    writer: rows.Writer | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> rows.Row:
     """Measure in a child process; the row, written when there is a writer.
 
-    ValueError for an unknown arm or case, or a GPU case without a GPU. What goes wrong in the child is the row's status.
+    ValueError for an unknown arm or case, or a GPU case without a GPU. What goes wrong in the child is the row's
+    status.
     """
     case, arm = cases.get(family, case_id), arms.make(family, name)
     cases.require_device(case, "cuda" if arms.on_gpu() else "cpu")
     progress(f"first call of {name} on {case_id}, in a process of its own", 0, 1)
     found = _in_child(family, name, case_id, timeout)
-    fields = {"kind": "firstcall", "cmd": f"python -m loop firstcall {family} --impl {name} --case {case_id}",
-              "run_id": writer.run_id if writer else rows.new_run_id(), "status": found["status"], "reason": found["reason"]}
+    fields = {
+        "kind": "firstcall",
+        "cmd": f"python -m loop firstcall {family} --impl {name} --case {case_id}",
+        "run_id": writer.run_id if writer else rows.new_run_id(),
+        "status": found["status"],
+        "reason": found["reason"],
+    }
     if found.get("check"):
         fields["check"] = rows.Check.model_validate(found["check"])
     if found["status"] == "PASSED":
@@ -45,7 +57,9 @@ def _in_child(family: str, name: str, case_id: str, timeout: float) -> dict:
         environment = {**os.environ, **{cache: os.path.join(empty, cache.lower()) for cache in CACHES}}
         command = [sys.executable, "-m", "loop.firstcall", family, name, case_id]
         try:
-            done = subprocess.run(command, cwd=root(), env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(
+                command, cwd=root(), env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            )
         except subprocess.TimeoutExpired:
             return {"status": "TIMEOUT", "reason": f"no first call within {timeout:g} s"}
     last = done.stdout.strip().splitlines()[-1:] or [""]
@@ -89,7 +103,11 @@ def child(family: str, name: str, case_id: str) -> dict:
     fwd_s, fwdbwd_s = both()
     _, second = both()
     found = check.check(arm, case)
-    said = {"status": str(found.status), "reason": found.message, "check": results.check_part(found).model_dump(mode="json")}
+    said = {
+        "status": str(found.status),
+        "reason": found.message,
+        "check": results.check_part(found).model_dump(mode="json"),
+    }
     return said | {"times": {"fwd_s": fwd_s, "fwdbwd_s": fwdbwd_s, "import_s": import_s, "second_fwdbwd_s": second}}
 
 

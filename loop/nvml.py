@@ -1,4 +1,5 @@
-"""Reads the GPU's clocks and throttle reasons through NVIDIA's management library, while work runs. Never sets anything.
+"""Reads the GPU's clocks and throttle reasons through NVIDIA's management library, while work runs. Never sets
+anything.
 
 Called through ctypes: the library comes with the driver, and a call takes microseconds. Everything answers None, or an
 empty tuple, where there is no driver.
@@ -8,8 +9,15 @@ import ctypes
 import functools
 
 _SM_CLOCK = 1
-# Bits of nvmlDeviceGetCurrentClocksThrottleReasons worth telling apart; idle (1) and application clocks (2) say nothing.
-_REASONS = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal (software)", 0x40: "thermal (hardware)", 0x80: "power brake"}
+# Bits of nvmlDeviceGetCurrentClocksThrottleReasons worth telling apart; idle (1) and application clocks (2) say
+# nothing.
+_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal (software)",
+    0x40: "thermal (hardware)",
+    0x80: "power brake",
+}
 
 
 @functools.cache
@@ -38,7 +46,8 @@ def _number(call: str, *args, kind=ctypes.c_uint) -> int | None:
         return None
     lib, handle = opened
     value = kind()
-    return value.value if getattr(lib, call)(handle, *args, ctypes.byref(value)) == 0 else None
+    function = getattr(lib, call, None)  # None: this driver has another name for it
+    return value.value if function and function(handle, *args, ctypes.byref(value)) == 0 else None
 
 
 def sm_mhz() -> int | None:
@@ -65,13 +74,3 @@ def driver() -> str | None:
         return None
     text = ctypes.create_string_buffer(96)
     return text.value.decode() if opened[0].nvmlSystemGetDriverVersion(text, 96) == 0 else None
-
-
-def other_processes() -> int | None:
-    """Compute processes on the GPU besides this one; None where that cannot be asked."""
-    opened = _open()
-    if opened is None:
-        return None
-    count = ctypes.c_uint(0)
-    code = opened[0].nvmlDeviceGetComputeRunningProcesses_v3(opened[1], ctypes.byref(count), None)
-    return max(count.value - 1, 0) if code in (0, 7) else None  # 7: the list did not fit, but the count is right

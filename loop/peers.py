@@ -2,10 +2,10 @@
 
     fla-gluon         cconv: fla's own Gluon kernels, an option that is off by default
     kernel_fun-0.2.0  the earlier package of our name; PEER_KERNEL_FUN is the folder that holds its `kernel_fun`
-    cudnn-1.32        kda: the cuDNN front end's Hopper kernels, with fla's kernels for what they do not do (gate, norm, sigmoid)
+    cudnn-1.32        kda: the cuDNN front end's Hopper kernels, with fla's for what they lack (gate, norm, sigmoid)
 
-A peer that is not installed, or does not take a case, says so in `supports`. A peer that falls back to fla must never be
-timed under its own name, so each one's own predicate is asked first.
+A peer that is not installed, or does not take a case, says so in `supports`. A peer that falls back to fla must never
+be timed under its own name, so each one's own predicate is asked first.
 """
 
 import contextlib
@@ -22,23 +22,16 @@ from loop.inputs import LEAVES
 
 PEERS = {"kda": ("kernel_fun-0.2.0", "cudnn-1.32"), "cconv": ("fla-gluon", "kernel_fun-0.2.0")}
 CUDNN_PLAN = "kda_hopper_cuda"  # the only one with a backward on sm_90
-GATE_LIMIT = -5.0               # below this, per step, cuDNN's kernels overflow
+GATE_LIMIT = -5.0  # below this, per step, cuDNN's kernels overflow
 
 
 def names(family: str) -> tuple[str, ...]:
     return PEERS[family]
 
 
-def identity(family: str, name: str) -> str:
-    """What a peer's results depend on, as text; hashed into its `source_sha`."""
-    from loop import env
-
-    return f"{name} with fla {env.versions()['fla']}"
-
-
 def make(family: str, name: str):
     """The peer's arm."""
-    from loop import arms
+    from loop import arms, sources
 
     run, supports, what = {
         ("cconv", "fla-gluon"): (gluon_cconv, _gluon_supports, "fla's Gluon convolution"),
@@ -47,7 +40,9 @@ def make(family: str, name: str):
         ),
         ("kda", "cudnn-1.32"): (cudnn_kda, _cudnn_supports, "cuDNN front end, Hopper kernels"),
     }[family, name]  # fmt: skip
-    return arms.Arm(name, family, what, arms.source_sha(family, name), None, run, _needs_gpu(supports), lambda case: (name,))
+    return arms.Arm(
+        name, family, what, sources.arm(family, name), None, run, _needs_gpu(supports), lambda case: (name,)
+    )
 
 
 def _needs_gpu(supports: Callable) -> Callable:
@@ -118,10 +113,12 @@ def gluon_cconv(inputs):
         ops.CausalConv1dFunction = kept
 
 
-# ------------------------------------------------------------------------------------------------------ kernel_fun 0.2.0
+# ---------------------------------------------------------------------------------------------------- kernel_fun 0.2.0
 @functools.cache
 def _kernel_fun_package():
-    """The earlier package under a name of its own: it imports itself relatively throughout. None when it is not there."""
+    """The earlier package under a name of its own: it imports itself relatively throughout. None when it is not
+    there.
+    """
     folder = os.environ.get("PEER_KERNEL_FUN")
     init = Path(folder or ".") / "kernel_fun" / "__init__.py"
     if not folder or not init.exists():
@@ -152,9 +149,13 @@ def _kernel_fun_supports(family: str, case) -> tuple[bool, str]:
     options = {k: v for k, v in case.op_kwargs().items() if k != "scale"}
     if family == "cconv":
         x, weight = given.pop("x"), given.pop("weight")
-        ok, reason = op.is_supported(x, weight, **{k: v for k, v in given.items() if v is not None}, **options, cu_seqlens=one["cu_seqlens"])
+        ok, reason = op.is_supported(
+            x, weight, **{k: v for k, v in given.items() if v is not None}, **options, cu_seqlens=one["cu_seqlens"]
+        )
     else:
-        ok, reason = op.is_supported(given["q"], given["v"], initial_state=given["initial_state"], cu_seqlens=one["cu_seqlens"], **options)
+        ok, reason = op.is_supported(
+            given["q"], given["v"], initial_state=given["initial_state"], cu_seqlens=one["cu_seqlens"], **options
+        )
     return ok, reason or ""
 
 
@@ -166,7 +167,7 @@ def _kernel_fun(family: str, inputs):
     return getattr(op, function)(**tensors, **inputs.case.op_kwargs(), **packed)
 
 
-# ----------------------------------------------------------------------------------------------------------------- cuDNN
+# --------------------------------------------------------------------------------------------------------------- cuDNN
 @functools.cache
 def _cudnn_op():
     """cuDNN's op, or the reason there is none."""
@@ -208,8 +209,12 @@ def cudnn_kda(inputs):
     beta = fused_beta_sigmoid(beta) if case.beta_sigmoid else beta.float()
     h0 = inputs["initial_state"]
     out = _cudnn_op()(
-        *(t.reshape(B * T, *t.shape[2:]) for t in (q, k, v, g.float(), beta)), _cudnn_bounds(inputs, B, T), scale=case.K**-0.5,
-        initial_state=None if h0 is None else h0.transpose(-1, -2).contiguous(), output_final_state=case.ht, plan_name=CUDNN_PLAN,
+        *(t.reshape(B * T, *t.shape[2:]) for t in (q, k, v, g.float(), beta)),
+        _cudnn_bounds(inputs, B, T),
+        scale=case.K**-0.5,
+        initial_state=None if h0 is None else h0.transpose(-1, -2).contiguous(),
+        output_final_state=case.ht,
+        plan_name=CUDNN_PLAN,
     )
     o, ht = (out[0], out[1]) if isinstance(out, tuple) else (out, None)
     return o.reshape(B, T, *o.shape[1:]), ht.transpose(-1, -2) if case.ht else None

@@ -1,7 +1,8 @@
-"""Where an arm's time goes: the kernels of one forward and backward, and what the compiler gave each of an idea's kernels.
+"""Where an arm's time goes: the kernels of one forward and backward, and what the compiler gave each of an idea's
+kernels.
 
-Writes a markdown file under profiles/ with an empty "Reading" for the person who looks at it: a promotion wants to know what
-bounds the kernel and what that explains.
+Writes a markdown file under profiles/ with an empty "Reading" for the person who looks at it: a promotion wants to
+know what bounds the kernel and what that explains.
 """
 
 import types
@@ -14,10 +15,16 @@ from loop.promote import replace
 from loop.registry import root
 
 CALLS = 5
+TO_WRITE = (
+    "<!-- What bounds the kernel (bytes, tensor cores, special functions, latency), with numbers, and what that\n"
+    "explains of its time against the prediction. -->"
+)
 
 
 def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None = None) -> Path:
-    """Profile the idea and 000 on a case; the file written. ValueError without a GPU, for an unknown case or a refused one."""
+    """Profile the idea and 000 on a case; the file written. ValueError without a GPU, for an unknown case or a
+    refused one.
+    """
     if not arms.on_gpu():
         raise ValueError("a profile needs a GPU, and torch finds none here")
     idea = registry.find(idea_id)
@@ -28,7 +35,9 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     if not ok:
         raise ValueError(f"idea {idea.id} does not take case {case_id}: {reason}")
     given = inputs.make(case, 0, "cuda")
-    tables = {name: kernel_times(a, given, mode) for name, a in ((idea.name, arm), ("000", arms.make(idea.family, "000")))}
+    tables = {
+        name: kernel_times(a, given, mode) for name, a in ((idea.name, arm), ("000", arms.make(idea.family, "000")))
+    }
     path = (out or root() / "profiles") / f"{idea.name}-{case.id}.md"
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
     replace(path, text(idea, case, mode, tables, resources(registry.load(idea.id)), kept).encode())
@@ -55,15 +64,22 @@ def kernel_times(arm, given, mode: str) -> dict[str, tuple[float, int]]:
 
 
 def resources(module: types.ModuleType) -> list[dict]:
-    """Registers, spills, shared memory and warps of the module's compiled Triton kernels, as the driver reports them."""
+    """Registers, spills, shared memory and warps of the module's compiled Triton kernels, as the driver says."""
     found = []
     for name, fn in vars(module).items():
         for per_device in getattr(fn, "device_caches", {}).values():
             compiled = per_device[0] if isinstance(per_device, tuple) else per_device
             for kernel in compiled.values():
                 if getattr(kernel, "n_regs", None) is not None:
-                    found.append({"kernel": name, "registers": kernel.n_regs, "spills": kernel.n_spills,
-                                  "shared bytes": kernel.metadata.shared, "warps": kernel.metadata.num_warps})
+                    found.append(
+                        {
+                            "kernel": name,
+                            "registers": kernel.n_regs,
+                            "spills": kernel.n_spills,
+                            "shared bytes": kernel.metadata.shared,
+                            "warps": kernel.metadata.num_warps,
+                        }
+                    )
     return found
 
 
@@ -71,18 +87,31 @@ def text(idea, case, mode: str, tables: dict, compiled: list[dict], before: str 
     """The markdown; a reading already written in `before` is kept."""
     from loop.promote import section
 
-    facts = env.collect()
+    facts, versions = env.collect(), env.versions()
+    when = f"{mode}, {facts['device']}, {rows.utc_now()}, kernel.py {registry.source_sha(idea.id)[:12]}"
+    built = f"torch {versions['torch']}, triton {versions['triton']}, fla {versions['fla']}"
+    reading = section(before, "Reading") or TO_WRITE
     lines = [
-        f"# {idea.name} on {case.id}", "",
-        f"{case.describe()}, {mode}, {facts['device']}, {rows.utc_now()}, kernel.py {registry.source_sha(idea.id)[:12]}, "
-        f"torch {facts['versions']['torch']}, triton {facts['versions']['triton']}, fla {facts['versions']['fla']}.", "",
-        "## Reading", "", section(before, "Reading") or "<!-- What bounds the kernel (bytes, tensor cores, special functions, latency), "
-        "with numbers, and what that explains of its time against the prediction. -->", "",
-    ]  # fmt: skip
+        f"# {idea.name} on {case.id}",
+        "",
+        f"{case.describe()}, {when}, {built}.",
+        "",
+        "## Reading",
+        "",
+        reading,
+        "",
+    ]
     for name, kernels in tables.items():
         total = sum(ms for ms, _ in kernels.values())
-        lines += [f"## Kernels of {name}: {total:.3f} ms a call", "", "| kernel | ms | share | launches |", "|---|---|---|---|"]
-        lines += [f"| {_short(k)} | {ms:.3f} | {100 * ms / total:.1f} % | {count} |" for k, (ms, count) in kernels.items()]
+        lines += [
+            f"## Kernels of {name}: {total:.3f} ms a call",
+            "",
+            "| kernel | ms | share | launches |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {_short(k)} | {ms:.3f} | {100 * ms / total:.1f} % | {count} |" for k, (ms, count) in kernels.items()
+        ]
         lines.append("")
     if compiled:
         heads = list(compiled[0])

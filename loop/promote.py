@@ -53,13 +53,19 @@ def evidence(idea: registry.Idea, found: list[rows.Row], baseline: str) -> tuple
     modes, sha = modes_of(idea.spans), registry.source_sha(idea.id)
     about = f"of {idea.id} against {baseline} in {' or '.join(modes)}"
     names = (idea.id, f"{idea.id}@000") if baseline == registry.BASELINE else (idea.id,)
-    listed = [r for r in found if r.kind == "bench" and r.arm in names and r.baseline == baseline and r.mode in modes and r.device != "cpu"]
+    listed = [
+        r
+        for r in found
+        if r.kind == "bench" and r.arm in names and r.baseline == baseline and r.mode in modes and r.device != "cpu"
+    ]
     if not listed:
         cpu = any(r.arm in names and r.device == "cpu" for r in found)
-        return [], [f"no row {about}{' on a GPU (a CPU row promotes nothing)' if cpu else ''}; {_how(idea, baseline)}"]
+        where = " on a GPU (a CPU row promotes nothing)" if cpu else ""
+        return [], [f"no row {about}{where}; {_how(idea, baseline)}"]
     present = [r for r in listed if r.code_sha == sha]
     if not present:
-        return [], [f"hash moved: the rows {about} are of kernel.py {listed[-1].code_sha[:12]}, which is now {sha[:12]}; {_how(idea, baseline)}"]
+        then = f"the rows {about} are of kernel.py {listed[-1].code_sha[:12]}, which is now {sha[:12]}"
+        return [], [f"hash moved: {then}; {_how(idea, baseline)}"]
     last = {(r.case, r.mode, r.arm, r.device): r for r in present}
     good, why = [], []
     for r in last.values():
@@ -79,7 +85,8 @@ def _objection(row: rows.Row, idea: registry.Idea) -> str:
     if row.status != "PASSED":
         return f"did not pass: {row.status}: {row.reason}"
     if row.verdict != "FASTER":
-        return f"is {row.verdict}, not FASTER (ratio {row.perf.ratio:.3f}, {row.perf.ci_low:.3f} to {row.perf.ci_high:.3f})"
+        p = row.perf
+        return f"is {row.verdict}, not FASTER (ratio {p.ratio:.3f}, {p.ci_low:.3f} to {p.ci_high:.3f})"
     if row.git_dirty:
         return "was measured on a dirty tree (or one whose state was not recorded)"
     commit = row.env.get("git_commit")
@@ -116,7 +123,7 @@ def _unwritten(idea: registry.Idea) -> list[str]:
     if not readings:
         lacks.append(f"profiles/{idea.name}*.md is not there; run: python -m loop profile {idea.id}")
     elif not any(readings):
-        lacks.append(f"profiles/{idea.name}*.md has nothing under '## Reading': say what bounds the kernel and what that explains")
+        lacks.append(f"profiles/{idea.name}*.md has nothing under '## Reading': what bounds the kernel?")
     return lacks
 
 
@@ -149,8 +156,8 @@ def shipped(family: str) -> tuple:
 def promote(idea_id: str, found: list[rows.Row] | None = None) -> dict:
     """Copy the idea into the package and record its evidence. Refused, listing everything that is missing.
 
-    Returns the new entry of SHIPPED as a dict. The copy is written first, then `_provenance.py`, each replaced whole: an
-    interruption leaves the package as it was, or with a file that nothing lists.
+    Returns the new entry of SHIPPED as a dict. The copy is written first, then `_provenance.py`, each replaced whole:
+    an interruption leaves the package as it was, or with a file that nothing lists.
     """
     idea = registry.find(idea_id)
     if idea.id == registry.BASELINE:
@@ -161,8 +168,8 @@ def promote(idea_id: str, found: list[rows.Row] | None = None) -> dict:
     source = idea.kernel.read_bytes()
     entry = {
         "module": module_name(idea), "idea": idea.name, "spans": idea.spans, "source": f"ideas/{idea.name}/kernel.py",
-        "sha256": hashlib.sha256(source).hexdigest(), "commit": good[-1].env["git_commit"], "rows": tuple(r.row_id for r in good),
-        "evidence": tuple(map(_evidence_line, good)),
+        "sha256": hashlib.sha256(source).hexdigest(), "commit": good[-1].env["git_commit"],
+        "rows": tuple(r.row_id for r in good), "evidence": tuple(map(_evidence_line, good)),
     }  # fmt: skip
     folder = package_family(idea.family)
     others = [s._asdict() for s in shipped(idea.family) if s.idea != idea.name]
@@ -174,7 +181,8 @@ def promote(idea_id: str, found: list[rows.Row] | None = None) -> dict:
 
 def _evidence_line(r: rows.Row) -> str:
     p = r.perf
-    return f"{r.case} {r.mode} on {r.device}: {p.ratio:.3f}x {r.baseline} ({p.ci_low:.3f} to {p.ci_high:.3f}), {p.ms:.3f} ms"
+    interval = f"{p.ci_low:.3f} to {p.ci_high:.3f}"
+    return f"{r.case} {r.mode} on {r.device}: {p.ratio:.3f}x {r.baseline} ({interval}), {p.ms:.3f} ms"
 
 
 def provenance(entries: list[dict]) -> str:
@@ -226,17 +234,29 @@ def drift(found: list[rows.Row] | None = None) -> list[dict]:
     for family in registry.FAMILIES:
         entries = shipped(family)
         for s in entries:
-            report.append({"family": family, "idea": s.idea, "module": s.module, "moved": _moved(family, s, known, here)})
+            report.append(
+                {"family": family, "idea": s.idea, "module": s.module, "moved": _moved(family, s, known, here)}
+            )
         listed = {f"{s.module}.py" for s in entries} | {"__init__.py"}
         for path in sorted((package_family(family) / "stages").glob("*.py")):
             if path.name not in listed:
-                report.append({"family": family, "idea": "", "module": path.stem, "moved": ["is in stages/, but _provenance.py does not list it"]})
+                report.append(
+                    {
+                        "family": family,
+                        "idea": "",
+                        "module": path.stem,
+                        "moved": ["is in stages/, but _provenance.py does not list it"],
+                    }
+                )
     return report
 
 
 def _moved(family: str, s, known: dict[str, rows.Row], here: dict) -> list[str]:
     moved = []
-    for what, path in (("the shipped copy", package_family(family) / "stages" / f"{s.module}.py"), ("the idea's kernel.py", root() / s.source)):
+    for what, path in (
+        ("the shipped copy", package_family(family) / "stages" / f"{s.module}.py"),
+        ("the idea's kernel.py", root() / s.source),
+    ):
         sha = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
         if sha != s.sha256:
             moved.append(f"{what} is gone" if sha is None else f"{what} is {sha[:12]}, promoted was {s.sha256[:12]}")

@@ -1,8 +1,9 @@
 """Finds the ideas and loads their kernels: always the file as it is now, never a build of what it was.
 
-An idea is a folder `ideas/NNN-slug` with a `kernel.py`; 000 is fla itself and has none. A kernel that does not import or
-breaks a rule is still listed, with its error in one line. Loading compiles the bytes that were hashed, under a module name
-that carries the hash: a notebook's re-run picks up an edit, and Triton's and CuTe's per-function caches start afresh.
+An idea is a folder `ideas/NNN-slug` with a `kernel.py`; 000 is fla itself and has none. A kernel that does not import
+or breaks a rule is still listed, with its error in one line. Loading compiles the bytes that were hashed, under a
+module name that carries the hash: a notebook's re-run picks up an edit, and Triton's and CuTe's per-function caches
+start afresh.
 """
 
 import ast
@@ -65,7 +66,9 @@ def folders() -> dict[str, Path]:
         match = _FOLDER.fullmatch(path.name)
         if match and path.is_dir():
             if match[1] in found:
-                raise IdeaError(f"ideas/{found[match[1]].name} and ideas/{path.name} share a number; numbers are never reused")
+                raise IdeaError(
+                    f"ideas/{found[match[1]].name} and ideas/{path.name} share a number; numbers are never reused"
+                )
             found[match[1]] = path
     return found
 
@@ -79,7 +82,9 @@ def folder(idea_id: str) -> Path:
         if path.name == idea_id:
             return path
     names = [path.name for path in known.values()]
-    raise IdeaError(f"no idea {idea_id!r}{closest(idea_id, [*known, *names])}; ideas are {', '.join(names) or 'none yet'}")
+    raise IdeaError(
+        f"no idea {idea_id!r}{closest(idea_id, [*known, *names])}; ideas are {', '.join(names) or 'none yet'}"
+    )
 
 
 def closest(word: str, options) -> str:
@@ -142,7 +147,9 @@ def _source(folder: Path) -> bytes:
 
 
 def _execute(source: bytes, path: Path, name: str) -> ModuleType:
-    """Run the source as a module of that name. Not through import: its bytecode cache tells files apart by whole seconds."""
+    """Run the source as a module of that name. Not through import: its bytecode cache tells files apart by whole
+    seconds.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         from loop import interpreter
 
@@ -174,13 +181,18 @@ def check_source(source: bytes, path: Path) -> None:
         tree = ast.parse(source, filename=str(path))
     except (SyntaxError, ValueError) as err:
         line = f":{err.lineno}" if isinstance(err, SyntaxError) else ""
-        raise IdeaError(f"ideas/{path.parent.name} does not import: kernel.py{line}: SyntaxError: {getattr(err, 'msg', err)}") from err
+        raise IdeaError(
+            f"ideas/{path.parent.name} does not import: kernel.py{line}: SyntaxError: {getattr(err, 'msg', err)}"
+        ) from err
     for node in ast.walk(tree):
         for name in _imported(node):
             if name == "__future__":
-                raise IdeaError(f"{where}:{node.lineno}: no __future__ import in a kernel file (it breaks CuTe's annotations)")
+                raise IdeaError(
+                    f"{where}:{node.lineno}: no __future__ import in a kernel file (it breaks CuTe's annotations)"
+                )
             if not _allowed(name):
-                raise IdeaError(f"{where}:{node.lineno}: imports {name}; a kernel may import {', '.join(ALLOWED_IMPORTS)} and the standard library")
+                accepted = f"{', '.join(ALLOWED_IMPORTS)} and the standard library"
+                raise IdeaError(f"{where}:{node.lineno}: imports {name}; a kernel may import {accepted}")
         if isinstance(node, ast.Attribute) and node.attr == "autotune":
             raise IdeaError(f"{where}:{node.lineno}: autotuner; tuned values are literals")
 
@@ -238,16 +250,21 @@ def validate(module: ModuleType, path: Path) -> None:
 def _validate_function(fn, span: str, known: set[str], where: str) -> None:
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY:
-            raise IdeaError(f"{where}: the function of span {span!r} takes {parameter.name!r} by position; make all its arguments keyword-only")
+            what = f"the function of span {span!r} takes {parameter.name!r} by position"
+            raise IdeaError(f"{where}: {what}; make all its arguments keyword-only")
         if parameter.name not in known:
-            raise IdeaError(f"{where}: the function of span {span!r} reads {parameter.name!r}, which the chain does not have"
-                            f"{closest(parameter.name, known)}")
+            raise IdeaError(
+                f"{where}: the function of span {span!r} reads {parameter.name!r}, which the chain does not have"
+                f"{closest(parameter.name, known)}"
+            )
 
 
 def lint(idea_id: str) -> list[str]:
     """House rules that do not stop an experiment but do stop a promotion: docstring headings and length."""
     text = ast.get_docstring(ast.parse(_source(folder(idea_id)))) or ""
-    found = [f"kernel.py's docstring has no heading {h!r}" for h in HEADINGS if not re.search(rf"^{h}\b", text, re.MULTILINE)]
+    found = [
+        f"kernel.py's docstring has no heading {h!r}" for h in HEADINGS if not re.search(rf"^{h}\b", text, re.MULTILINE)
+    ]
     if len(text.splitlines()) > DOCSTRING_LINES:
         found.append(f"kernel.py's docstring has {len(text.splitlines())} lines; {DOCSTRING_LINES} at most")
     return found
@@ -260,4 +277,6 @@ def front_matter(folder: Path) -> dict[str, str]:
         return {}
     match = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
     pairs = (line.partition(":") for line in (match[1] if match else "").splitlines())
-    return {key.strip(): value.partition(" #")[0].strip().strip("\"'") for key, sep, value in pairs if sep and key.strip()}
+    return {
+        key.strip(): value.partition(" #")[0].strip().strip("\"'") for key, sep, value in pairs if sep and key.strip()
+    }

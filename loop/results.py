@@ -1,13 +1,48 @@
 """Turns a run into rows: ratios, verdicts, floors, and everything a number must carry with it."""
 
-import functools
 import math
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from loop import arms, contract, env, rows, stats
 
 IMPLAUSIBLE = 0.9  # a time below this share of the least bytes' time means that the timing or the floor is wrong
 CACHE_MULTIPLE = 4  # that test needs tensors well beyond the L2
+
+
+@dataclass
+class Lane:
+    """One arm on its way through a run. `unit` runs the arm once per input set; `samples` are ms per call, one per
+    block.
+    """
+
+    arm: arms.Arm
+    calls: list[Callable] = field(default_factory=list)
+    unit: Callable | None = None
+    unit_s: float = 0.0
+    host_s: float = 0.0
+    caller_ms: float | None = None
+    reps: int = 1
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    samples: list[float] = field(default_factory=list)
+    mhz: list[int] = field(default_factory=list)
+    launches: dict[str, int] = field(default_factory=dict)
+    failure: tuple[str, str] | None = None  # (status, reason)
+
+
+@dataclass
+class Run:
+    """What a run's arms have in common."""
+
+    timer: str = "cpu"
+    timer_note: str = ""
+    sets: int = 1
+    set_bytes: int = 0
+    blocks: int = 0
+    aa_samples: list[float] = field(default_factory=list)
+    throttle: set[str] = field(default_factory=set)
 
 
 def command(family: str, impls: list[str], case: str, mode: str) -> str:
@@ -18,41 +53,63 @@ def command(family: str, impls: list[str], case: str, mode: str) -> str:
 def check_part(result) -> rows.Check:
     """A CheckResult as it stands in a row."""
     errors = {
-        name: rows.OutputError(error=_finite(e.rel_rms), limit=_finite(e.limit), budget=e.budget, baseline_error=_finite(e.fla_rel_rms))
+        name: rows.OutputError(
+            error=_finite(e.rel_rms), limit=_finite(e.limit), budget=e.budget, baseline_error=_finite(e.fla_rel_rms)
+        )
         for name, e in result.errors.items()
     }
-    return rows.Check(ok=result.ok, seeds=result.seeds, errors=errors, findings=result.findings, proofs=result.proofs,
-                      protocol=result.protocol)
+    return rows.Check(
+        ok=result.ok,
+        seeds=result.seeds,
+        errors=errors,
+        findings=result.findings,
+        proofs=result.proofs,
+        protocol=result.protocol,
+    )
 
 
 def _finite(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-@functools.cache
-def environment() -> dict:
-    """The `env` of this process's rows. Git's state is read once: what is measured was loaded then."""
-    return env.collect()
-
-
 def row(arm, case, **fields) -> rows.Row:
     """A row of an arm on a case with the fields every row has."""
-    base = dict(
-        run_id=rows.new_run_id(), utc=rows.utc_now(), family=arm.family, arm=arm.name, case=case.id, device=env.device_name(),
-        code_sha=arm.source_sha, chain_sha=arm.chain_sha, axes=axes(case), env=environment(),
-    )
+    base = {
+        "run_id": rows.new_run_id(),
+        "utc": rows.utc_now(),
+        "family": arm.family,
+        "arm": arm.name,
+        "case": case.id,
+        "device": env.device_name(),
+        "code_sha": arm.source_sha,
+        "chain_sha": arm.chain_sha,
+        "axes": axes(case),
+        "env": env.collect(),
+    }
     return rows.Row(**{**base, **fields})
 
 
 def axes(case) -> dict:
     """What the case is: its description, the hash of its meaning, and its problem's fields."""
-    problem = {k: v if isinstance(v, (int, float, bool, type(None))) else str(v) for k, v in vars(case.problem(arms.arch())).items()}
+    problem = {
+        k: v if isinstance(v, (int, float, bool, type(None))) else str(v)
+        for k, v in vars(case.problem(arms.arch())).items()
+    }
     return {"description": case.describe(), "sha": case.sha, **problem}
 
 
 def check_row(arm, case, result, cmd: str, run_id: str) -> rows.Row:
     """The row of a check by itself."""
-    return row(arm, case, run_id=run_id, kind="check", status=str(result.status), reason=result.message, check=check_part(result), cmd=cmd)
+    return row(
+        arm,
+        case,
+        run_id=run_id,
+        kind="check",
+        status=str(result.status),
+        reason=result.message,
+        check=check_part(result),
+        cmd=cmd,
+    )
 
 
 def rows_of(run, lanes, baselines, case, mode, checks, cmd, seed, writer) -> list[rows.Row]:
@@ -65,10 +122,16 @@ def rows_of(run, lanes, baselines, case, mode, checks, cmd, seed, writer) -> lis
     found = []
     for lane in lanes:
         check = checks.get(lane.arm.name)
-        common = dict(
-            run_id=writer.run_id if writer else rows.new_run_id(), kind="bench", mode=mode, cmd=cmd, stages=_stages(lane, case),
-            launches=lane.launches, check=check_part(check) if check else None, notes=f"input seed {seed}",
-        )
+        common = {
+            "run_id": writer.run_id if writer else rows.new_run_id(),
+            "kind": "bench",
+            "mode": mode,
+            "cmd": cmd,
+            "stages": _stages(lane, case),
+            "launches": lane.launches,
+            "check": check_part(check) if check else None,
+            "notes": f"input seed {seed}",
+        }
         if failure := _failure(lane, base, run, case, mode):
             found.append(row(lane.arm, case, baseline=baselines[0], status=failure[0], reason=failure[1], **common))
             continue
@@ -77,7 +140,17 @@ def rows_of(run, lanes, baselines, case, mode, checks, cmd, seed, writer) -> lis
             if (lane is other and lane is not base) or (lane is base and other is not base) or not other.samples:
                 continue
             perf = _perf(run, lane, other, aa, case, mode)
-            found.append(row(lane.arm, case, baseline=name, baseline_sha=other.arm.source_sha, status="PASSED", perf=perf, **common))
+            found.append(
+                row(
+                    lane.arm,
+                    case,
+                    baseline=name,
+                    baseline_sha=other.arm.source_sha,
+                    status="PASSED",
+                    perf=perf,
+                    **common,
+                )
+            )
     return [writer.write(r) for r in found] if writer else [rows.seal(r) for r in found]
 
 
@@ -99,7 +172,10 @@ def _failure(lane, base, run, case, mode: str) -> tuple[str, str] | None:
     if floor and run.set_bytes > CACHE_MULTIPLE * (env.machine().get("l2_bytes") or 0):
         moving = 1e3 * floor.bytes / contract.HBM_BYTES_PER_S
         if ms < IMPLAUSIBLE * moving:
-            return "IMPLAUSIBLE", f"{ms:.4f} ms is under the {moving:.4f} ms that moving its inputs and outputs once takes"
+            return (
+                "IMPLAUSIBLE",
+                f"{ms:.4f} ms is under the {moving:.4f} ms that moving its inputs and outputs once takes",
+            )
     return None
 
 
@@ -119,12 +195,14 @@ def _perf(run, lane, other, aa: stats.Interval, case, mode: str) -> rows.Perf:
     floor = _floor(lane.arm.family, case, mode)
     band = stats.band(aa)
     return rows.Perf(
-        verdict=stats.verdict(ratio, band, cycles), ratio=ratio.median, ci_low=ratio.low, ci_high=ratio.high, coverage=ratio.coverage,
-        dead_band=band, aa_ratio=aa.median, aa_low=aa.low, aa_high=aa.high, cycles_ratio=cycles, ms=ms, baseline_ms=baseline_ms,
-        caller_ms=lane.caller_ms, baseline_caller_ms=other.caller_ms, floor_ms=floor and floor.ms, floor_share=floor and floor.ms / ms,
-        floor_bound=floor and floor.bound, peak_bytes=lane.peak_bytes, baseline_peak_bytes=other.peak_bytes, saved_bytes=lane.saved_bytes,
-        baseline_saved_bytes=other.saved_bytes, block_ms=tuple(samples), baseline_block_ms=tuple(baseline_samples),
-        aa_block_ms=tuple(run.aa_samples), calls_per_sample=lane.reps * run.sets, input_sets=run.sets, input_bytes=run.sets * run.set_bytes,
+        verdict=stats.verdict(ratio, band, cycles), ratio=ratio.median, ci_low=ratio.low, ci_high=ratio.high,
+        coverage=ratio.coverage, dead_band=band, aa_ratio=aa.median, aa_low=aa.low, aa_high=aa.high,
+        cycles_ratio=cycles, ms=ms, baseline_ms=baseline_ms, caller_ms=lane.caller_ms,
+        baseline_caller_ms=other.caller_ms, floor_ms=floor and floor.ms, floor_share=floor and floor.ms / ms,
+        floor_bound=floor and floor.bound, peak_bytes=lane.peak_bytes, baseline_peak_bytes=other.peak_bytes,
+        saved_bytes=lane.saved_bytes, baseline_saved_bytes=other.saved_bytes, block_ms=tuple(samples),
+        baseline_block_ms=tuple(baseline_samples), aa_block_ms=tuple(run.aa_samples),
+        calls_per_sample=lane.reps * run.sets, input_sets=run.sets, input_bytes=run.sets * run.set_bytes,
         timer=run.timer, timer_note=run.timer_note, sm_mhz=tuple(lane.mhz), baseline_sm_mhz=tuple(other.mhz),
         throttle=tuple(sorted(run.throttle)),
     )  # fmt: skip

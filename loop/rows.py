@@ -27,7 +27,7 @@ Kind = Literal["bench", "check", "firstcall", "run"]
 Verdict = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR"]
 Status = Literal[
     "PASSED",
-    "WRONG_VALUE",      # to WRONG_DTYPE: what a check found, as loop.verdict.Status says it
+    "WRONG_VALUE",  # to WRONG_DTYPE: what a check found, as loop.verdict.Status says it
     "NON_FINITE",
     "UNWRITTEN",
     "OUT_OF_BOUNDS",
@@ -36,21 +36,20 @@ Status = Literal[
     "REUSED_RESULT",
     "WRONG_STREAM",
     "WRONG_DTYPE",
-    "UNSUPPORTED",      # supports() said no, with the reason
-    "IMPORT_ERROR",     # kernel.py does not import or is not a valid idea
-    "NO_BASELINE",      # the arm is fine, but what it is compared with has no time
+    "UNSUPPORTED",  # supports() said no, with the reason
+    "IMPORT_ERROR",  # kernel.py does not import or is not a valid idea
+    "NO_BASELINE",  # the arm is fine, but what it is compared with has no time
     "OOM",
-    "IMPLAUSIBLE",      # faster than the floor allows: the timing or the floor is wrong
-    "SOURCE_CHANGED",   # kernel.py was edited while it was being measured
-    "KERNEL_DIED",      # a notebook's Python process died
-    "EXITED",           # sys.exit in a cell: the cells after it were skipped
-    "TIMEOUT",          # a cell took too long
-    "RUNNER_TIMEOUT",   # the whole run took too long
-    "RUNNER_DIED",      # the process that runs the notebook ended without a result
-    "ERROR",            # the arm, or a notebook's cell, raised
-    "NO_VERDICT",       # every cell ran and no verdict row was written
+    "IMPLAUSIBLE",  # faster than the floor allows: the timing or the floor is wrong
+    "SOURCE_CHANGED",  # kernel.py was edited while it was being measured
+    "KERNEL_DIED",  # a notebook's Python process died
+    "EXITED",  # sys.exit in a cell: the cells after it were skipped
+    "TIMEOUT",  # a cell took too long
+    "RUNNER_TIMEOUT",  # the whole run took too long
+    "RUNNER_DIED",  # the process that runs the notebook ended without a result
+    "ERROR",  # the arm, or a notebook's cell, raised
+    "NO_VERDICT",  # every cell ran and no verdict row was written
     "UNKNOWN_PARAMETER",
-    "GPU_DIRTY",        # another process was on the GPU
 ]
 
 
@@ -64,7 +63,7 @@ class OutputError(Part):
     """Relative RMS error of one output against the fp64 oracle; None where it is not finite."""
 
     error: float | None
-    limit: float | None           # what the error may be: the budget, tightened or widened by the baseline's own error
+    limit: float | None  # what the error may be: the budget, tightened or widened by the baseline's own error
     budget: float
     baseline_error: float | None = None
 
@@ -87,31 +86,31 @@ class Perf(Part):
     ratio: float
     ci_low: float
     ci_high: float
-    coverage: float               # exact coverage of the interval
+    coverage: float  # exact coverage of the interval
     dead_band: float
-    aa_ratio: float               # the baseline against itself, in the same blocks
+    aa_ratio: float  # the baseline against itself, in the same blocks
     aa_low: float
     aa_high: float
-    cycles_ratio: float | None    # the ratio in SM cycles; None where the clocks are not known
+    cycles_ratio: float | None  # the ratio in SM cycles; None where the clocks are not known
     ms: float
     baseline_ms: float
-    caller_ms: float | None       # one call as an idle caller sees it: launch latency included
+    caller_ms: float | None  # one call as an idle caller sees it: launch latency included
     baseline_caller_ms: float | None
-    floor_ms: float | None        # None on a device whose ceilings are not known
-    floor_share: float | None     # floor_ms / ms
-    floor_bound: str | None       # which limit sets the floor
+    floor_ms: float | None  # None on a device whose ceilings are not known
+    floor_share: float | None  # floor_ms / ms
+    floor_bound: str | None  # which limit sets the floor
     peak_bytes: int | None
     baseline_peak_bytes: int | None
-    saved_bytes: int | None       # held between forward and backward, outputs excluded
+    saved_bytes: int | None  # held between forward and backward, outputs excluded
     baseline_saved_bytes: int | None
     block_ms: tuple[float, ...]
     baseline_block_ms: tuple[float, ...]
     aa_block_ms: tuple[float, ...]
     calls_per_sample: int
     input_sets: int
-    input_bytes: int              # of all sets together
+    input_bytes: int  # of all sets together
     timer: Literal["graph", "eager", "cpu"]
-    timer_note: str = ""          # why not a graph
+    timer_note: str = ""  # why not a graph
     sm_mhz: tuple[int, ...] = ()  # one per block, of the arm
     baseline_sm_mhz: tuple[int, ...] = ()
     throttle: tuple[str, ...] = ()
@@ -123,7 +122,7 @@ class FirstCall(Part):
     fwd_s: float
     fwdbwd_s: float
     import_s: float
-    second_fwdbwd_s: float        # the same call again, warm
+    second_fwdbwd_s: float  # the same call again, warm
 
 
 class Row(Part):
@@ -141,19 +140,19 @@ class Row(Part):
     mode: Mode | None = None
     status: Status
     reason: str = ""
-    device: str                   # "cpu", or the GPU's name
-    code_sha: str                 # of the arm's own source
+    device: str  # "cpu", or the GPU's name
+    code_sha: str  # of the arm's own source
     baseline_sha: str | None = None
     chain_sha: str | None = None  # of the shipped chain that an idea was spliced into
-    axes: dict[str, Any] = {}     # the case: shape, dtypes, flags, distribution
+    axes: dict[str, Any] = {}  # the case: shape, dtypes, flags, distribution
     stages: tuple[str, ...] = ()  # which source ran each step
-    launches: dict[str, int] = {} # kernels seen on the device in one call
+    launches: dict[str, int] = {}  # kernels seen on the device in one call
     protocol: str = "v1"
     check: Check | None = None
     perf: Perf | None = None
     firstcall: FirstCall | None = None
     env: dict[str, Any] = Field(default_factory=dict)
-    cmd: str                      # repeats this row
+    cmd: str  # repeats this row
     notes: str = ""
 
     @model_validator(mode="after")
@@ -164,7 +163,11 @@ class Row(Part):
             raise ValueError(f"status {self.status} needs a reason")
         if (self.perf or self.firstcall) and not (self.check and self.check.ok):
             raise ValueError("a time needs a check that passed in the same process")
-        if self.status == "PASSED" and self.kind == "bench" and not (self.perf and self.mode and self.baseline and self.case):
+        if (
+            self.status == "PASSED"
+            and self.kind == "bench"
+            and not (self.perf and self.mode and self.baseline and self.case)
+        ):
             raise ValueError("a passed bench row needs case, mode, baseline and perf")
         return self
 
@@ -195,7 +198,7 @@ def utc_now() -> str:
 
 
 def new_run_id() -> str:
-    """The run this process belongs to (LOOP_RUN_ID, set by the notebook runner), else a new one: 20261130T180530-3fa9c1."""
+    """The run this process belongs to (LOOP_RUN_ID, set by the notebook runner), else a new one."""
     return os.environ.get("LOOP_RUN_ID") or f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
@@ -210,9 +213,9 @@ def default_folders() -> tuple[Path, Path]:
 
 
 class Writer:
-    """Appends sealed rows to `<folder>/<run_id>-<label>.jsonl`, each in one write and synced, so a line is whole or absent.
+    """Appends sealed rows to `<folder>/<run_id>-<label>.jsonl`, each in one synced write: a line is whole or absent.
 
-    The file appears with its first row. OSError (unwritable folder) is raised at construction, before anything is measured.
+    The file appears with its first row. An unwritable folder raises OSError here, before anything is measured.
     """
 
     def __init__(self, folder: Path | str, label: str, run_id: str | None = None):
@@ -226,10 +229,13 @@ class Writer:
 
     def write(self, row: Row) -> Row:
         row = seal(row)
-        line = row.model_dump_json() + "\n"
+        line = (row.model_dump_json() + "\n").encode()
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(fd, line.encode())
+            before = os.fstat(fd).st_size
+            if os.write(fd, line) != len(line):
+                os.ftruncate(fd, before)
+                raise OSError(f"{self.path}: no room for a row")
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -267,10 +273,9 @@ def parse(text: str) -> Row:
 
 
 def read(*paths: Path | str) -> list[Row]:
-    """All readable rows of the files, or of the .jsonl files under the folders (default: `default_folders()`), oldest first.
+    """All readable rows of the files and of the .jsonl files under the folders (default: all recorded), oldest first.
 
-    What cannot be read is skipped with a SkippedRows warning that names the file and the line. A path that does not
-    exist holds no rows.
+    What cannot be read is skipped with a SkippedRows warning that names file and line. A missing path holds no rows.
     """
     rows = []
     for path in _files(paths or default_folders()):

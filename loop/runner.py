@@ -19,7 +19,8 @@ def split(text: str) -> list[str]:
 def family(name: str) -> str:
     """The family's name. ValueError names the closest ones."""
     if name not in registry.FAMILIES:
-        raise ValueError(f"family {name!r} is unknown{registry.closest(name, registry.FAMILIES)}; known: {', '.join(registry.FAMILIES)}")
+        known = registry.FAMILIES
+        raise ValueError(f"family {name!r} is unknown{registry.closest(name, known)}; known: {', '.join(known)}")
     return name
 
 
@@ -27,7 +28,9 @@ def modes_of(text: str) -> list[str]:
     """Modes separated by commas. ValueError names the closest ones."""
     for mode in split(text):
         if mode not in rows.MODES:
-            raise ValueError(f"mode {mode!r} is unknown{registry.closest(mode, rows.MODES)}; known: {', '.join(rows.MODES)}")
+            raise ValueError(
+                f"mode {mode!r} is unknown{registry.closest(mode, rows.MODES)}; known: {', '.join(rows.MODES)}"
+            )
     return split(text)
 
 
@@ -52,7 +55,9 @@ def writer(name: str, label: str, out: Path | None) -> rows.Writer:
     try:
         return rows.Writer(folder, label)
     except OSError as err:
-        raise ValueError(f"cannot write rows to {folder}: {err.strerror or err}; give another folder with --out") from None
+        raise ValueError(
+            f"cannot write rows to {folder}: {err.strerror or err}; give another folder with --out"
+        ) from None
 
 
 def check(name: str, impls: list[str], listed: list, seeds: int, into: rows.Writer, progress) -> list[rows.Row]:
@@ -70,8 +75,16 @@ def check(name: str, impls: list[str], listed: list, seeds: int, into: rows.Writ
     return found
 
 
-def bench(name: str, impls: list[str], listed: list, modes: list[str], baselines: list[str], blocks: int | None, into: rows.Writer,
-          progress) -> list[rows.Row]:
+def bench(
+    name: str,
+    impls: list[str],
+    listed: list,
+    modes: list[str],
+    baselines: list[str],
+    blocks: int | None,
+    into: rows.Writer,
+    progress,
+) -> list[rows.Row]:
     """Check once per case, then time each mode; rows are written after each mode."""
     work = importlib.import_module("loop.bench")
     wanted = list(dict.fromkeys([*baselines, *impls]))
@@ -81,10 +94,13 @@ def bench(name: str, impls: list[str], listed: list, modes: list[str], baselines
     for case in listed:
         checks, built = {}, [arms.make(name, impl) for impl in wanted]
         for mode in modes:
+
             def say(what, done, total, where=f"{case.id} {mode}"):
                 progress(f"{where}: {what}", done, total)
 
-            found += work.bench(name, built, case, mode, checks=checks, baselines=baselines, blocks=blocks, writer=into, progress=say)
+            found += work.bench(
+                name, built, case, mode, checks=checks, baselines=baselines, blocks=blocks, writer=into, progress=say
+            )
     return found
 
 
@@ -93,13 +109,27 @@ def bench_table(found: list[rows.Row]):
     """A rich table of a bench's rows."""
     from rich.table import Table
 
-    table = Table("case", "mode", "arm", "vs", "ratio", "interval", "verdict", "ms", "vs ms", "of floor", "peak GiB", "timer")
+    table = Table(
+        "case", "mode", "arm", "vs", "ratio", "interval", "verdict", "ms", "vs ms", "of floor", "peak GiB", "timer"
+    )
     for r in found:
         if p := r.perf:
             share = "" if p.floor_share is None else f"{100 * p.floor_share:.0f} %"
             peak = "" if p.peak_bytes is None else f"{p.peak_bytes / 2**30:.2f}"
-            table.add_row(r.case, r.mode, r.arm, r.baseline, f"{p.ratio:.3f}", f"{p.ci_low:.3f} to {p.ci_high:.3f}", p.verdict, f"{p.ms:.3f}",
-                          f"{p.baseline_ms:.3f}", share, peak, p.timer)
+            table.add_row(
+                r.case,
+                r.mode,
+                r.arm,
+                r.baseline,
+                f"{p.ratio:.3f}",
+                f"{p.ci_low:.3f} to {p.ci_high:.3f}",
+                p.verdict,
+                f"{p.ms:.3f}",
+                f"{p.baseline_ms:.3f}",
+                share,
+                peak,
+                p.timer,
+            )
         else:
             table.add_row(r.case, r.mode, r.arm, r.baseline, "", r.reason, r.status)
     return table
@@ -111,9 +141,15 @@ def check_table(found: list[rows.Row]):
 
     table = Table("case", "arm", "status", "closest to its limit", "reason")
     for r in found:
-        shares = [(e.error / e.limit, n, e) for n, e in r.check.errors.items() if e.error is not None and e.limit] if r.check else []
+        shares = (
+            [(e.error / e.limit, n, e) for n, e in r.check.errors.items() if e.error is not None and e.limit]
+            if r.check
+            else []
+        )
         _, name, worst = max(shares, default=(0, "", None), key=lambda s: s[0])
-        table.add_row(r.case, r.arm, r.status, f"{name} {worst.error:.2e} of {worst.limit:.2e}" if worst else "", r.reason)
+        table.add_row(
+            r.case, r.arm, r.status, f"{name} {worst.error:.2e} of {worst.limit:.2e}" if worst else "", r.reason
+        )
     return table
 
 

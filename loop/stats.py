@@ -18,7 +18,7 @@ FASTER, SAME, SLOWER, UNCLEAR = VERDICTS = ("FASTER", "SAME", "SLOWER", "UNCLEAR
 
 @dataclass(frozen=True)
 class Interval:
-    """A median with its order-statistic interval. `coverage` is exact for the ranks used (below CONFIDENCE if n < 6)."""
+    """A median with its order-statistic interval; `coverage` is exact (below CONFIDENCE if n < 6)."""
 
     median: float
     low: float

@@ -1,6 +1,7 @@
 """Fixtures of the harness's tests: a repository of its own, with ideas small enough to read here."""
 
 import pytest
+import torch
 
 GOOD_KERNEL = '''"""Sum the value heads that share a q/k head, in torch.
 
@@ -27,6 +28,15 @@ SPANS = {"bwd.gva": run}
 '''
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that need a GPU say so where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch finds none here"))
+
+
 @pytest.fixture
 def ladder_root(tmp_path, monkeypatch):
     """An empty repository that the harness takes for its own."""
@@ -44,7 +54,10 @@ def add_idea(ladder_root):
         folder = ladder_root / "ideas" / f"{number}-{slug}"
         folder.mkdir(exist_ok=True)
         (folder / "kernel.py").write_text(source)
-        (folder / "IDEA.md").write_text(f"---\nid: {number}   # never reused\nslug: {slug}\nfamily: {family}\nstatus: running\n---\n\n## Hypothesis\nNone.\n")
+        facts = f"id: {number}   # never reused\nslug: {slug}\nfamily: {family}\nstatus: running"
+        (folder / "IDEA.md").write_text(
+            f"---\n{facts}\n---\n\n## Hypothesis\n\nNone: 1.0.\n\n## Outcome\n\nAs expected.\n"
+        )
         return folder
 
     return add

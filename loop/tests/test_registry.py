@@ -62,7 +62,10 @@ def test_a_triton_kernel_of_an_edited_file_has_the_new_source(add_idea):
         (('{"bwd.gva": run}', '{"bwd.gva": run, "bwd.intra..bwd.gva": run}'), "both hold bwd.gva"),
         (("run(*, dq,", "run(dq, *,"), "by position"),
         (("run(*, dq, dk, p)", "run(*, dq, dkk, p)"), r"reads 'dkk', which the chain does not have \(did you mean"),
-        (('SPANS = {"bwd.gva": run}', 'SPANS = {"bwd.gva": run}\nWRITES = {"bwd.gva": ("dz",)}'), "WRITES names tensor 'dz'"),
+        (
+            ('SPANS = {"bwd.gva": run}', 'SPANS = {"bwd.gva": run}\nWRITES = {"bwd.gva": ("dz",)}'),
+            "WRITES names tensor 'dz'",
+        ),
     ],
 )
 def test_broken_ideas_are_listed_with_one_line(add_idea, change, message):
@@ -76,7 +79,12 @@ def test_broken_ideas_are_listed_with_one_line(add_idea, change, message):
 
 
 def test_allowed_imports(add_idea):
-    add_idea(source=GOOD_KERNEL.replace("import torch\n", "import math\nimport torch\nimport triton.language as tl\nfrom kernel_fun._common import plan\n"))
+    add_idea(
+        source=GOOD_KERNEL.replace(
+            "import torch\n",
+            "import math\nimport torch\nimport triton.language as tl\nfrom kernel_fun._common import plan\n",
+        )
+    )
     assert registry.find("005").error is None
 
 
@@ -103,7 +111,10 @@ def test_numbers_are_never_reused(add_idea):
 
 def test_lint_asks_for_the_headings(add_idea):
     add_idea(source=GOOD_KERNEL.replace("Delta:", "Change:").replace("Parent: 000", "Parent: 000\n" + "x\n" * 30))
-    assert registry.lint("005") == ["kernel.py's docstring has no heading 'Delta'", "kernel.py's docstring has 37 lines; 25 at most"]
+    assert registry.lint("005") == [
+        "kernel.py's docstring has no heading 'Delta'",
+        "kernel.py's docstring has 37 lines; 25 at most",
+    ]
 
 
 def test_every_idea_of_this_repository_reads():

@@ -15,23 +15,57 @@ from loop import rows
 
 
 def perf(**change):
-    base = dict(
-        verdict="FASTER", ratio=1.5, ci_low=1.49, ci_high=1.51, coverage=0.973, dead_band=0.005, aa_ratio=1.0, aa_low=0.999,
-        aa_high=1.001, cycles_ratio=None, ms=2.0, baseline_ms=3.0, caller_ms=None, baseline_caller_ms=None, floor_ms=1.0,
-        floor_share=0.5, floor_bound="bytes", peak_bytes=10, baseline_peak_bytes=20, saved_bytes=1, baseline_saved_bytes=2,
-        block_ms=(2.0,) * 21, baseline_block_ms=(3.0,) * 21, aa_block_ms=(3.0,) * 21, calls_per_sample=1, input_sets=2,
-        input_bytes=100, timer="graph",
-    )
+    base = {
+        "verdict": "FASTER",
+        "ratio": 1.5,
+        "ci_low": 1.49,
+        "ci_high": 1.51,
+        "coverage": 0.973,
+        "dead_band": 0.005,
+        "aa_ratio": 1.0,
+        "aa_low": 0.999,
+        "aa_high": 1.001,
+        "cycles_ratio": None,
+        "ms": 2.0,
+        "baseline_ms": 3.0,
+        "caller_ms": None,
+        "baseline_caller_ms": None,
+        "floor_ms": 1.0,
+        "floor_share": 0.5,
+        "floor_bound": "bytes",
+        "peak_bytes": 10,
+        "baseline_peak_bytes": 20,
+        "saved_bytes": 1,
+        "baseline_saved_bytes": 2,
+        "block_ms": (2.0,) * 21,
+        "baseline_block_ms": (3.0,) * 21,
+        "aa_block_ms": (3.0,) * 21,
+        "calls_per_sample": 1,
+        "input_sets": 2,
+        "input_bytes": 100,
+        "timer": "graph",
+    }
     return rows.Perf(**{**base, **change})
 
 
 def make_row(**change):
-    base = dict(
-        run_id="20260101T000000Z-000000", utc="2026-01-01T00:00:00Z", kind="bench", family="kda", arm="005", baseline="000",
-        case="prod8192", mode="fwdbwd", status="PASSED", device="NVIDIA H200", code_sha="ab" * 32,
-        check=rows.Check(ok=True, seeds=(1, 2), errors={"o": rows.OutputError(error=1e-3, limit=5e-3, budget=5e-3)}),
-        perf=perf(), env={"git_dirty": False}, cmd="python -m loop bench kda --impl 000,005",
-    )
+    base = {
+        "run_id": "20260101T000000Z-000000",
+        "utc": "2026-01-01T00:00:00Z",
+        "kind": "bench",
+        "family": "kda",
+        "arm": "005",
+        "baseline": "000",
+        "case": "prod8192",
+        "mode": "fwdbwd",
+        "status": "PASSED",
+        "device": "NVIDIA H200",
+        "code_sha": "ab" * 32,
+        "check": rows.Check(ok=True, seeds=(1, 2), errors={"o": rows.OutputError(error=1e-3, limit=5e-3, budget=5e-3)}),
+        "perf": perf(),
+        "env": {"git_dirty": False},
+        "cmd": "python -m loop bench kda --impl 000,005",
+    }
     return rows.Row(**{**base, **change})
 
 
@@ -93,8 +127,14 @@ def damaged(text, kind):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("truncated", "not JSON"), ("foreign", "not a row"), ("list", "not a row"), ("newer", "schema 2 is newer"), ("edited", "edited after"),
-     ("other fields", "surprise")],
+    [
+        ("truncated", "not JSON"),
+        ("foreign", "not a row"),
+        ("list", "not a row"),
+        ("newer", "schema 2 is newer"),
+        ("edited", "edited after"),
+        ("other fields", "surprise"),
+    ],
 )
 def test_reader_skips_by_name(tmp_path, kind, message):
     good = rows.Writer(tmp_path, "good").write(make_row())

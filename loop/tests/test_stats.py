@@ -83,8 +83,15 @@ def simulate(rng, speedup, noise, blocks=21):
     return stats.verdict(stats.interval(stats.ratios(times["base"], times["arm"])), stats.band(aa))
 
 
-@pytest.mark.parametrize(("noise", "speedup", "want", "share"), [(0.005, 1.02, "FASTER", 0.97), (0.001, 1.01, "FASTER", 0.97),
-                                                               (0.005, 0.98, "SLOWER", 0.97), (0.001, 1.0, "SAME", 0.97)])
+@pytest.mark.parametrize(
+    ("noise", "speedup", "want", "share"),
+    [
+        (0.005, 1.02, "FASTER", 0.97),
+        (0.001, 1.01, "FASTER", 0.97),
+        (0.005, 0.98, "SLOWER", 0.97),
+        (0.001, 1.0, "SAME", 0.97),
+    ],
+)
 def test_power_on_simulated_runs(noise, speedup, want, share):
     rng = random.Random(7)
     got = Counter(simulate(rng, speedup, noise) for _ in range(400))
@@ -111,7 +118,7 @@ def test_interval_covers_the_true_median():
 def test_orders_balance_place_and_neighbour(arms):
     orders = stats.block_orders(arms, 2 * arms)
     for place in range(arms):
-        assert Counter(order[place] for order in orders) == {arm: 2 for arm in range(arms)}
+        assert Counter(order[place] for order in orders) == dict.fromkeys(range(arms), 2)
     if arms > 2:
         pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
         assert all(pairs[a, b] == pairs[b, a] for a, b in pairs)

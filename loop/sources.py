@@ -1,0 +1,49 @@
+"""What an arm's results depend on, as a hash of its source on disk: rows carry it, and a change makes them stale."""
+
+import functools
+import hashlib
+import importlib.metadata
+
+from loop import registry
+
+
+def parse(name: str) -> tuple[list[str], str]:
+    """`"005+007@000"` -> (["005", "007"], "000"); the base is "ship" when not given."""
+    ideas, _, base = name.partition("@")
+    return ideas.split("+"), base or "ship"
+
+
+def arm(family: str, name: str) -> str:
+    """Hash of an arm's source: the idea's kernel.py, the package's family and common code, or fla's version."""
+    from loop import peers
+
+    if name == registry.BASELINE:
+        return text(f"fla {fla_version()}")
+    if name == "ship":
+        return ship(family)
+    if name in peers.names(family):
+        return text(f"{name} with fla {fla_version()}")
+    return combined([registry.source_sha(idea) for idea in parse(name)[0]])
+
+
+def combined(shas: list[str]) -> str:
+    """One idea's hash as it is; a hash of the hashes for several."""
+    return shas[0] if len(shas) == 1 else text("+".join(shas))
+
+
+def ship(family: str) -> str:
+    """Hash of every source file of the package that a family's op runs."""
+    package = registry.root() / "package" / "src" / "kernel_fun"
+    digest = hashlib.sha256()
+    for path in sorted([*(package / "_common").rglob("*.py"), *(package / family).rglob("*.py")]):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def text(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()
+
+
+@functools.cache
+def fla_version() -> str:
+    return importlib.metadata.version("fla-core")

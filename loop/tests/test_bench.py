@@ -1,0 +1,245 @@
+"""The timing routine, on a CPU, through the code path that a GPU takes: blocks, A/A, verdicts, and every way an arm
+can fail.
+"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from loop import arms, bench, cases, check, inputs, rows, sources, verdict
+
+CASE = cases.get("cconv", "tiny")
+
+
+@pytest.fixture(scope="module")
+def baseline_check():
+    return check.check(arms.make("cconv", "000"), CASE)
+
+
+def variant(name, wrap):
+    """The baseline under another name, with its op wrapped."""
+    base = arms.make("cconv", "000")
+    return dataclasses.replace(base, name=name, run=wrap(base.run), source_sha=name)
+
+
+@pytest.fixture
+def arm_of(monkeypatch):
+    """Arms whose source never changes on disk, checked like any other."""
+    real = sources.arm
+    monkeypatch.setattr(sources, "arm", lambda family, name: name if name.startswith("test-") else real(family, name))
+    return variant
+
+
+def slow(run):
+    def op(given):
+        time.sleep(0.004)
+        return run(given)
+
+    return op
+
+
+def test_a_slower_arm_is_slower_and_every_number_is_there(arm_of):
+    found = bench.bench("cconv", ["000", arm_of("test-slow", slow)], CASE, "fwdbwd", blocks=9)
+    base, arm = found
+    assert (base.arm, base.baseline, arm.arm, arm.baseline) == ("000", "000", "test-slow", "000")
+    assert arm.perf.verdict == "SLOWER"
+    assert arm.perf.ratio < 1
+    assert arm.device == "cpu"
+    assert arm.perf.timer == "cpu"
+    assert len(arm.perf.block_ms) == len(arm.perf.baseline_block_ms) == len(arm.perf.aa_block_ms) == 9
+    assert arm.perf.ms >= 4
+    assert base.perf.baseline_ms == pytest.approx(arm.perf.baseline_ms)
+    assert base.perf.ratio == pytest.approx(1, abs=0.5)
+    assert base.perf.verdict in ("SAME", "UNCLEAR")
+    assert arm.perf.floor_ms is None
+    assert arm.check.ok
+    assert set(arm.check.errors) == {"y", "dx", "dw"}
+    assert arm.env["versions"]["torch"] == torch.__version__
+    assert "FLA_CONV_GLUON" in arm.env["switches"]
+    assert "--mode fwdbwd" in arm.cmd
+    assert rows.parse(arm.model_dump_json()) == arm
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_modes_time_what_they_say(arm_of, baseline_check, mode):
+    passes = []
+
+    def watch(run):
+        def op(given):
+            passes.append(torch.is_grad_enabled())
+            return run(given)
+
+        return op
+
+    arm = arm_of("test-watch", watch)
+    checked = check.check(arm, CASE)
+    passes.clear()
+    found = bench.bench("cconv", ["000", arm], CASE, mode, checks={"000": baseline_check, arm.name: checked}, blocks=1)
+    assert [row.status for row in found] == ["PASSED", "PASSED"]
+    assert set(passes) == {mode != "fwd"}
+    if mode == "bwd":
+        assert len(passes) == 1  # one forward, kept; the timed calls are backwards alone
+
+
+def test_a_second_baseline_gives_rows_of_its_own(arm_of, baseline_check):
+    impls = ["000", arm_of("test-a", lambda run: run), arm_of("test-b", lambda run: run)]
+    found = bench.bench(
+        "cconv", impls, CASE, "fwd", checks={"000": baseline_check}, baselines=("000", "test-a"), blocks=2
+    )
+    assert [(r.arm, r.baseline) for r in found] == [
+        ("000", "000"),
+        ("test-a", "000"),
+        ("test-b", "000"),
+        ("test-b", "test-a"),
+    ]
+
+
+def wrong(run):
+    def op(given):
+        y, ht = run(given)
+        return y * 1.1, ht
+
+    return op
+
+
+def failing_later(error):
+    """Passes its check, then raises `error` in every further call."""
+
+    def wrap(run):
+        def op(given):
+            if op.broken:
+                raise error
+            return run(given)
+
+        op.broken = False
+        return op
+
+    return wrap
+
+
+def test_no_time_for_an_arm_that_fails_its_check(arm_of, baseline_check):
+    _, row = bench.bench(
+        "cconv", ["000", arm_of("test-wrong", wrong)], CASE, "fwd", checks={"000": baseline_check}, blocks=1
+    )
+    assert row.status == "WRONG_VALUE"
+    assert row.perf is None
+    assert "y" in row.reason
+    assert not row.check.ok
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(torch.OutOfMemoryError("CUDA out of memory.\nTried"), "OOM"), (RuntimeError("bad launch"), "ERROR")],
+)
+def test_what_an_arm_raises_is_its_row_and_the_others_go_on(arm_of, baseline_check, error, status):
+    arm = arm_of("test-late", failing_later(error))
+    checked = check.check(arm, CASE)
+    arm.run.broken = True
+    base, row = bench.bench(
+        "cconv", ["000", arm], CASE, "fwd", checks={"000": baseline_check, arm.name: checked}, blocks=1
+    )
+    assert (base.status, row.status) == ("PASSED", status)
+    assert "\n" not in row.reason
+
+
+def test_without_its_baseline_an_arm_has_no_time(arm_of):
+    broken = arm_of("test-base", wrong)
+    base, row = bench.bench(
+        "cconv", [broken, arm_of("test-fine", lambda run: run)], CASE, "fwd", baselines=("test-base",), blocks=1
+    )
+    assert (base.status, row.status) == ("WRONG_VALUE", "NO_BASELINE")
+    assert "test-base: WRONG_VALUE" in row.reason
+
+
+def test_a_check_of_another_process_is_refused(baseline_check):
+    forged = dataclasses.replace(baseline_check, token="0" * 64)
+    with pytest.raises(verdict.CheckError, match="no passed check in this process"):
+        bench.bench("cconv", ["000"], CASE, "fwd", checks={"000": forged})
+
+
+def test_a_check_of_another_case_is_refused(baseline_check):
+    with pytest.raises(verdict.CheckError, match="another check"):
+        bench.bench("cconv", ["000"], cases.get("cconv", "tiny_w2"), "fwd", checks={"000": baseline_check})
+
+
+def test_an_edit_during_the_run_voids_it(arm_of, monkeypatch):
+    arm = arm_of("test-edited", lambda run: run)
+    edited = []
+    real = sources.arm
+    monkeypatch.setattr(
+        sources, "arm", lambda family, name: "new" if edited and name == "test-edited" else real(family, name)
+    )
+
+    def progress(what, done, total):
+        if what == "blocks":
+            edited.append(True)
+
+    _, row = bench.bench("cconv", ["000", arm], CASE, "fwd", blocks=1, progress=progress)
+    assert (row.status, row.perf) == ("SOURCE_CHANGED", None)
+
+
+def test_an_unsupported_case_says_why(arm_of, baseline_check):
+    arm = dataclasses.replace(arm_of("test-no", lambda run: run), supports=lambda case: (False, "needs W=3, got 4"))
+    _, row = bench.bench("cconv", ["000", arm], CASE, "fwd", checks={"000": baseline_check}, blocks=1)
+    assert (row.status, row.reason) == ("UNSUPPORTED", "needs W=3, got 4")
+
+
+@pytest.mark.parametrize(
+    ("mode", "case", "message"),
+    [("both", CASE, "mode 'both' is unknown"), ("fwd", cases.get("cconv", "prod8192_qk"), "needs a GPU")],
+)
+def test_bad_arguments(mode, case, message):
+    if torch.cuda.is_available() and "GPU" in message:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=message):
+        bench.bench("cconv", ["000"], case, mode)
+
+
+def test_a_floor_that_is_broken_voids_the_time(arm_of, baseline_check, monkeypatch):
+    from loop import contract, results
+
+    monkeypatch.setattr(
+        results, "_floor", lambda family, case, mode: contract.Floor(bytes=10**12, flops=0, ms=238.0, bound="hbm")
+    )
+    (row,) = bench.bench("cconv", ["000"], CASE, "fwd", checks={"000": baseline_check}, blocks=1)
+    assert row.status == "IMPLAUSIBLE"
+    assert row.perf is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_arms_are_replayed_and_clocks_read():
+    case = cases.get("cconv", "t2048")
+    row = bench.bench("cconv", ["000"], case, "fwdbwd", blocks=5)[0]
+    assert row.status == "PASSED", row.reason
+    assert row.perf.timer == "graph", row.perf.timer_note
+    assert row.perf.sm_mhz
+    assert row.perf.peak_bytes > 0
+    assert row.perf.input_bytes >= 3 * row.env["l2_bytes"] or row.perf.input_sets == bench.MAX_SETS
+    assert row.launches
+    assert row.perf.floor_share < 1.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_a_replayed_call_computes_what_an_eager_one_does(mode):
+    """The captured graph of each mode writes the same gradients as an eager call on the same inputs."""
+    from loop import calls
+
+    case = cases.get("cconv", "t2048")
+    arm, given = arms.make("cconv", "000"), inputs.make(case, 0, "cuda")
+    with torch.cuda.stream(bench._stream()):
+        call = calls.make(arm, given, mode)
+        call()
+        want = [t.clone() for t in call() if t is not None]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=bench._stream()):
+            got = call()
+        for t in got:
+            if t is not None:
+                t.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(want, (t for t in got if t is not None), strict=True))

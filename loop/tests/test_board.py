@@ -1,0 +1,89 @@
+"""The leaderboard: the newest row speaks, failures hide older times, stale times say so, and the JSON has exactly its
+keys.
+"""
+
+import json
+
+from loop import board, registry, rows, sources
+from loop.tests.test_rows import make_row, perf
+
+# as the interface promises them, in order
+PROMISED = [
+    "family", "case", "mode", "arm", "baseline", "ratio", "ci_low", "ci_high", "ms", "baseline_ms", "floor_ms",
+    "peak_bytes", "baseline_peak_bytes", "device", "row_id", "code_sha", "stale",
+]  # fmt: skip
+
+
+def sealed(**change):
+    return rows.seal(make_row(**change))
+
+
+def test_json_has_exactly_the_promised_keys(add_idea):
+    add_idea()
+    (entry,) = board.entries([sealed(code_sha=registry.source_sha("005"))])
+    assert list(entry) == PROMISED
+    assert json.loads(json.dumps(entry)) == entry
+    assert entry["stale"] is False
+    assert (entry["ratio"], entry["ms"], entry["baseline_ms"]) == (1.5, 2.0, 3.0)
+
+
+def test_stale_follows_the_source(add_idea):
+    folder = add_idea()
+    row = sealed(code_sha=registry.source_sha("005"))
+    assert not board.is_stale(row)
+    with (folder / "kernel.py").open("a") as f:
+        f.write("# edited\n")
+    assert board.is_stale(row)
+
+
+def test_a_row_of_a_vanished_idea_is_stale(ladder_root):
+    (ladder_root / "ideas").mkdir(exist_ok=True)
+    assert board.is_stale(sealed(arm="777"))
+
+
+def test_the_baselines_sha_is_flas_version():
+    assert not board.is_stale(sealed(arm="000", code_sha=sources.arm("kda", "000")))
+    assert board.is_stale(sealed(arm="000", code_sha="00"))
+
+
+def test_the_newest_row_of_each_place_speaks(ladder_root):
+    old = sealed(utc="2026-01-01T00:00:00Z", perf=perf(ratio=1.4))
+    new = sealed(utc="2026-01-02T00:00:00Z")
+    other = [sealed(mode="fwd"), sealed(device="NVIDIA B200"), sealed(baseline="ship"), sealed(case="small")]
+    got = board.entries([old, *other, new])
+    assert len(got) == 5
+    assert old.row_id not in {e["row_id"] for e in got}
+
+
+def test_a_newer_failure_hides_the_time_and_is_listed(ladder_root):
+    old = sealed(utc="2026-01-01T00:00:00Z")
+    bad = sealed(utc="2026-01-02T00:00:00Z", status="WRONG_VALUE", reason="dq 0.1", perf=None)
+    assert board.entries([old, bad]) == []
+    assert board.failures([old, bad]) == [bad]
+
+
+def test_fastest_first_within_a_case(ladder_root):
+    found = [sealed(arm=a, perf=perf(ratio=r)) for a, r in (("000", 1.0), ("007", 2.0), ("005", 1.5))]
+    assert [e["arm"] for e in board.entries(found)] == ["007", "005", "000"]
+
+
+def test_tables_show_the_share_of_the_floor_and_the_failures(add_idea, capsys):
+    from rich.console import Console
+
+    add_idea()
+    good = sealed(code_sha=registry.source_sha("005"))
+    bad = sealed(case="small", status="OOM", reason="out of memory", perf=None)
+    console = Console(width=220)
+    for table in board.tables([good, bad]):
+        console.print(table)
+    out = capsys.readouterr().out
+    assert "50 %" in out
+    assert "1.490 to 1.510" in out
+    assert good.row_id in out
+    assert "out of memory" in out
+    assert "(stale)" not in out
+
+
+def test_checks_and_runs_are_not_on_the_board(ladder_root):
+    check = sealed(kind="check", mode=None, baseline=None, perf=None)
+    assert board.newest([check]) == []

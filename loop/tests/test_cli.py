@@ -1,0 +1,214 @@
+"""The command line: exit codes, one-line errors, rows on disk, and what an interruption leaves."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loop import __main__ as cli
+from loop import registry, rows
+from loop.tests.test_rows import make_row
+
+COMMANDS = [
+    "new", "open", "ideas", "check", "bench", "firstcall", "profile", "board", "promote", "drift", "run", "nightly",
+    "demo", "test",
+]  # fmt: skip
+
+
+@pytest.fixture
+def ladder(monkeypatch, capsys):
+    """`ladder("board", "--json")` -> (exit code, stdout, stderr), in this process."""
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["ladder", *args])
+        try:
+            code = cli.main()
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code or 0, out, err
+
+    return call
+
+
+def test_every_command_has_help_and_is_listed():
+    listed = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert listed == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(ladder, command):
+    code, out, _ = ladder(command, "--help")
+    assert code == 0
+    assert "Usage" in out
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "loop", "--help"], cwd=registry.root(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "bench" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("bench kdb --impl 000", "family 'kdb' is unknown (did you mean kda?)"),
+        ("bench cconv --impl 00 --case tiny", "no arm '00' in cconv"),
+        ("bench cconv --impl 000 --case tinny", "case 'tinny' is unknown in cconv; closest: tiny"),
+        ("bench cconv --impl 000 --mode fwdbd", "mode 'fwdbd' is unknown (did you mean fwdbwd"),
+        ("bench cconv --impl , --case tiny", "give at least one name"),
+        ("bench kda --impl 007 --case tiny", "007-broken does not import: kernel.py:1: NameError"),
+        ("check kda --impl 008", "no arm '008'"),
+        ("firstcall cconv --impl 00 --case tiny", "no arm '00'"),
+        ("promote 008", "no idea '008'"),
+        ("run 008", "no idea '008'"),
+        ("board --family kdb", "family 'kdb' is unknown"),
+        ("new 9 Bad_Slug --family kda --span bwd.gva", "slug 'Bad_Slug'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_a_code(ladder, add_idea, args, message):
+    add_idea("007", "broken", "boom\n")
+    code, out, err = ladder(*args.split())
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
+def test_no_gpu_for_a_gpu_case(ladder):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for args in (("bench", "cconv", "--impl", "000", "--case", "prod8192_qk"), ("profile", "001", "--case", "small")):
+        code, _, err = ladder(*args)
+        assert code == 2
+        assert "needs a GPU" in err
+
+
+def test_an_unwritable_output_folder(ladder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in ("bench", "check", "firstcall"):
+        code, _, err = ladder(
+            command, "cconv", "--impl", "000", "--case", "tiny", "--out", str(tmp_path / "file" / "x")
+        )
+        assert code == 2
+        assert "cannot write rows to" in err
+        assert "--out" in err
+
+
+def test_bench_writes_rows_and_board_reads_them(ladder, tmp_path):
+    code, out, err = ladder(
+        "bench",
+        "cconv",
+        "--impl",
+        "000",
+        "--case",
+        "tiny,tiny_w2",
+        "--mode",
+        "fwd",
+        "--blocks",
+        "2",
+        "--out",
+        str(tmp_path),
+    )
+    assert code == 0, err
+    assert "tiny_w2" in out
+    assert "check 000" in err
+    found = rows.read(tmp_path)
+    assert [(r.case, r.mode, r.status) for r in found] == [("tiny", "fwd", "PASSED"), ("tiny_w2", "fwd", "PASSED")]
+    assert len({r.run_id for r in found}) == 1
+    code, out, _ = ladder("board", "--json", "--logs", str(tmp_path))
+    assert code == 0
+    assert {e["case"] for e in json.loads(out)} == {"tiny", "tiny_w2"}
+    code, out, _ = ladder("board", "--logs", str(tmp_path))
+    assert code == 0
+    assert "not comparable with a GPU" in out
+
+
+def test_check_writes_rows(ladder, tmp_path):
+    code, out, _ = ladder("check", "cconv", "--impl", "000", "--case", "tiny_w3", "--out", str(tmp_path))
+    assert code == 0
+    assert "PASSED" in out
+    (row,) = rows.read(tmp_path)
+    assert (row.kind, row.status, row.perf) == ("check", "PASSED", None)
+    assert row.check.proofs
+
+
+def test_firstcall_in_a_fresh_process(ladder, tmp_path):
+    code, out, err = ladder("firstcall", "cconv", "--impl", "000", "--case", "tiny", "--out", str(tmp_path))
+    assert code == 0, err
+    (row,) = rows.read(tmp_path)
+    assert row.firstcall.fwdbwd_s >= row.firstcall.fwd_s > 0
+    assert row.check.ok
+    assert "tiny" in out
+
+
+def test_failures_are_rows_and_the_code_is_1(ladder, add_idea, tmp_path):
+    from loop.tests.conftest import GOOD_KERNEL
+
+    add_idea(source=GOOD_KERNEL.replace("group).sum(3)}", "group).sum(3) * 1.5}"))
+    code, out, _ = ladder(
+        "bench", "kda", "--impl", "005", "--case", "tiny", "--mode", "bwd", "--blocks", "1", "--out", str(tmp_path)
+    )
+    assert code == 1
+    assert "WRONG_VALUE" in out
+    base, bad = rows.read(tmp_path)
+    assert (base.status, bad.status, bad.perf) == ("PASSED", "WRONG_VALUE", None)
+
+
+def test_an_interruption_leaves_complete_rows(ladder, tmp_path, monkeypatch):
+    from loop import bench
+
+    real, calls = bench.bench, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(bench, "bench", interrupted)
+    code, _, err = ladder(
+        "bench",
+        "cconv",
+        "--impl",
+        "000",
+        "--case",
+        "tiny",
+        "--mode",
+        "fwd,bwd",
+        "--blocks",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
+    assert code == 130
+    assert "complete" in err
+    assert [r.mode for r in rows.read(tmp_path)] == ["fwd"]
+
+
+def test_refused_promotion_lists_what_is_missing(ladder, add_idea):
+    add_idea()
+    code, out, err = ladder("promote", "005")
+    assert code == 2
+    assert "no row of 005 against 000" in err
+    assert "profiles/005-sum-heads*.md is not there" in err
+    assert not out
+
+
+def test_drift_and_ideas(ladder, add_idea):
+    add_idea("007", "broken", "boom\n")
+    assert ladder("drift")[:2] == (0, "nothing is promoted yet\n")
+    code, out, _ = ladder("ideas")
+    assert code == 0
+    assert "NameError" in out
+
+
+def test_unreadable_rows_warn_by_name(ladder, tmp_path):
+    (tmp_path / "a.jsonl").write_text(rows.seal(make_row()).model_dump_json()[:50])
+    with pytest.warns(rows.SkippedRows, match=r"a\.jsonl, line 1: skipped, not JSON"):
+        code, _, _ = ladder("board", "--logs", str(tmp_path))
+    assert code == 0

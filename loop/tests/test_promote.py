@@ -1,0 +1,239 @@
+"""Promotion: refused with the reason for each thing that is missing, byte-identical when granted, and drift seen
+afterwards.
+"""
+
+import hashlib
+import subprocess
+
+import pytest
+
+from loop import promote, registry, rows
+from loop.tests.conftest import GOOD_KERNEL
+from loop.tests.test_rows import make_row, perf
+
+
+def git(root, *args):
+    done = subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", *args],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def idea(ladder_root, add_idea):
+    """A committed idea with its texts, and an empty package around it."""
+    add_idea()
+    (ladder_root / "profiles").mkdir()
+    (ladder_root / "profiles" / "005-sum-heads-prod8192.md").write_text("# p\n\n## Reading\n\nBytes.\n\n## Kernels\n")
+    for family in registry.FAMILIES:
+        folder = promote.package_family(family)
+        (folder / "stages").mkdir(parents=True)
+        (folder / "stages" / "__init__.py").write_text("")
+        (folder / "_provenance.py").write_text(promote.provenance([]))
+    git(ladder_root, "init", "-q")
+    git(ladder_root, "add", ".")
+    git(ladder_root, "commit", "-q", "-m", "x")
+    return ladder_root
+
+
+@pytest.fixture
+def good(idea):
+    """A row that speaks for the idea."""
+    commit = git(idea, "rev-parse", "HEAD")
+    from loop import env
+
+    facts = {"git_dirty": False, "git_commit": commit, "versions": env.versions()}
+
+    def make(**change):
+        return rows.seal(make_row(**{"code_sha": registry.source_sha("005"), "env": facts, **change}))
+
+    return make
+
+
+def refusal(found):
+    with pytest.raises(promote.Refused) as caught:
+        promote.promote("005", found)
+    return str(caught.value)
+
+
+def test_promotes_byte_for_byte_with_its_evidence(idea, good):
+    row = good()
+    entry = promote.promote("005", [row])
+    copy = promote.package_family("kda") / "stages" / "k005_sum_heads.py"
+    assert copy.read_bytes() == (idea / "ideas" / "005-sum-heads" / "kernel.py").read_bytes()
+    (shipped,) = promote.shipped("kda")
+    assert shipped.module == "k005_sum_heads"
+    assert shipped.sha256 == hashlib.sha256(copy.read_bytes()).hexdigest() == entry["sha256"]
+    assert shipped.rows == (row.row_id,)
+    assert shipped.spans == ("bwd.gva",)
+    assert shipped.commit == row.env["git_commit"]
+    assert shipped.evidence == ("prod8192 fwdbwd on NVIDIA H200: 1.500x 000 (1.490 to 1.510), 2.000 ms",)
+    assert registry.front_matter(idea / "ideas" / "005-sum-heads")["status"] == "promoted"
+    assert promote.drift([row]) == [{"family": "kda", "idea": "005-sum-heads", "module": "k005_sum_heads", "moved": []}]
+    assert not list(idea.rglob(".*.py.*"))  # no temporary file is left
+
+
+def test_the_newest_promotion_comes_first_and_a_repeat_replaces(idea, good, add_idea):
+    promote.promote("005", [good()])
+    add_idea("006", "again", GOOD_KERNEL + "# 006\n")
+    (idea / "profiles" / "006-again.md").write_text("## Reading\n\nBytes.\n")
+    git(idea, "add", ".")
+    git(idea, "commit", "-q", "-m", "y")
+    facts = {**good().env, "git_commit": git(idea, "rev-parse", "HEAD")}
+    about = {"arm": "006", "code_sha": registry.source_sha("006"), "env": facts}
+    both = [good(**about), good(baseline="ship", **about)]
+    promote.promote("006", both)
+    assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
+    promote.promote("006", both)
+    assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
+
+
+def test_once_the_family_ships_kernels_the_package_must_be_beaten_too(idea, good):
+    promote.promote("005", [good()])
+    assert "no row of 005 against ship" in refusal([good()])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "no row of 005 against 000 in fwdbwd or bwd"),
+        ({"arm": "006"}, "no row of 005 against 000"),
+        ({"mode": "fwd"}, "no row of 005 against 000"),
+        ({"device": "cpu"}, "a CPU row promotes nothing"),
+        ({"status": "WRONG_VALUE", "reason": "dq: 0.1", "perf": None}, "did not pass: WRONG_VALUE: dq: 0.1"),
+        ({"perf": perf(verdict="SAME", ratio=1.001)}, "is SAME, not FASTER"),
+        ({"perf": perf(verdict="UNCLEAR")}, "is UNCLEAR, not FASTER"),
+        (
+            {"code_sha": "cd" * 32},
+            "hash moved: the rows of 005 against 000 in fwdbwd or bwd are of kernel.py cdcdcdcdcdcd, which is now",
+        ),
+    ],
+)
+def test_refuses_and_says_what_is_missing(good, change, message):
+    assert message in refusal([] if change is None else [good(**change)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"git_dirty": True}, "dirty tree"),
+        ({"git_dirty": None}, "dirty tree"),
+        ({"git_commit": "00" * 20}, "this repository finds no ideas/005-sum-heads/kernel.py"),
+        ({"git_commit": None}, "this repository finds no"),
+    ],
+)
+def test_refuses_what_git_does_not_confirm(good, change, message):
+    assert message in refusal([good(env={**good().env, **change})])
+
+
+def test_refuses_a_clean_claim_about_another_file(idea, good):
+    claimed = good().env
+    (idea / "ideas" / "005-sum-heads" / "kernel.py").write_text(GOOD_KERNEL + "# edited, measured, never committed\n")
+    assert "whose kernel.py is another one: the tree was dirty" in refusal([good(env=claimed)])
+
+
+def test_a_newer_failure_at_the_same_hash_counts(good):
+    old, bad = good(), good(utc="2026-01-02T00:00:00Z", status="NON_FINITE", reason="o", perf=None)
+    assert "did not pass: NON_FINITE" in refusal([old, bad])
+
+
+def test_one_good_case_is_enough_and_only_good_rows_are_cited(good):
+    row, slow = good(), good(case="small", perf=perf(verdict="SLOWER", ratio=0.9))
+    assert promote.promote("005", [row, slow])["rows"] == (row.row_id,)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("ideas/005-sum-heads/IDEA.md", None, "IDEA.md is not there"),
+        ("ideas/005-sum-heads/IDEA.md", "## Hypothesis\n\nx\n", "nothing under '## Outcome'"),
+        (
+            "ideas/005-sum-heads/IDEA.md",
+            "## Hypothesis\n\nWritten before the first timed run\n## Outcome\n\nx\n",
+            "nothing under '## Hypothesis'",
+        ),
+        ("profiles/005-sum-heads-prod8192.md", None, "profiles/005-sum-heads*.md is not there"),
+        (
+            "profiles/005-sum-heads-prod8192.md",
+            "## Reading\n\n<!-- say -->\n\n## Kernels\n",
+            "nothing under '## Reading'",
+        ),
+    ],
+)
+def test_refuses_without_the_words(idea, good, path, text, message):
+    file = idea / path
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    assert message in refusal([good()])
+    assert promote.shipped("kda") == ()
+
+
+def test_refuses_a_broken_idea_and_the_baseline(idea, good, add_idea):
+    row = good()
+    add_idea(source="boom\n")
+    assert "NameError" in refusal([row])
+    (idea / "ideas" / "000-fla").mkdir()
+    with pytest.raises(promote.Refused, match="fla itself"):
+        promote.promote("000", [])
+
+
+def test_an_interruption_leaves_the_package_as_it_was(idea, good, monkeypatch):
+    real = promote.os.replace
+
+    def fail(src, dst):
+        if str(dst).endswith("_provenance.py"):
+            raise KeyboardInterrupt
+        real(src, dst)
+
+    monkeypatch.setattr(promote.os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        promote.promote("005", [good()])
+    assert promote.shipped("kda") == ()
+    moved = promote.drift([])
+    assert moved == [
+        {
+            "family": "kda",
+            "idea": "",
+            "module": "k005_sum_heads",
+            "moved": ["is in stages/, but _provenance.py does not list it"],
+        }
+    ]
+
+
+def test_drift_sees_every_side(idea, good, monkeypatch):
+    row = good()
+    promote.promote("005", [row])
+    copy = promote.package_family("kda") / "stages" / "k005_sum_heads.py"
+    copy.write_text(copy.read_text() + "# fixed in place\n")
+    (idea / "ideas" / "005-sum-heads" / "kernel.py").write_text(GOOD_KERNEL + "# tried something\n")
+    (item,) = promote.drift([])
+    assert len(item["moved"]) == 3
+    assert "the shipped copy is" in item["moved"][0]
+    assert "the idea's kernel.py is" in item["moved"][1]
+    assert item["moved"][2] == f"row {row.row_id} is not in bench_logs"
+    copy.unlink()
+    other = make_row(**{**row.model_dump(), "env": {"versions": {"fla": "0.5.2"}}})
+    (item,) = promote.drift([other])
+    assert "the shipped copy is gone" in item["moved"]
+    assert any("measured with fla 0.5.2" in m for m in item["moved"])
+
+
+def test_what_this_repository_ships_is_what_was_promoted():
+    """The shipped file, the recorded hash and the idea's file agree, and the evidence is in bench_logs."""
+    for family in registry.FAMILIES:
+        for s in promote.shipped(family):
+            copy = promote.package_family(family) / "stages" / f"{s.module}.py"
+            for path in (copy, registry.root() / s.source):
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == s.sha256, (
+                    f"{path} is not what was promoted: fixes go into a new idea"
+                )
+    recorded = {row.row_id for row in rows.read(registry.root() / "bench_logs")}
+    cited = {row_id for family in registry.FAMILIES for s in promote.shipped(family) for row_id in s.rows}
+    assert cited <= recorded
+    assert not [item for item in promote.drift() if not item["idea"]]
