@@ -26,7 +26,7 @@ THREADS = 256
 TILE = 16 * 48           # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
 EXCHANGE = 12 * TILE     # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
 STASH = 64 * K * 4       # fp32 dq or dk, until the row dots for the norm are known
-FRAGS = 6 * 128 * 16     # the A fragments for n = 16 and 32, six of 16 bytes a thread; the column halves share them
+FRAGS = 13 * 128 * 16    # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 for smaller n; the column halves share them
 SMEM = 2 * EXCHANGE + FRAGS + 2 * STASH + 2 * 4 * COLS * 4 + 2 * 3 * 64 * 4
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
@@ -47,6 +47,10 @@ def _store(kind, base, i, size, *x):
     regs, vec = (f"{{{regs}}}", f".v{len(x)}") if len(x) > 1 else (regs, "")
     _ptx(f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; st.global{vec}.{kind} [a], {regs}; }}",
          read_only_args=[base, i, *x])
+
+
+def _prefetch(base, i, size):
+    _ptx(f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; prefetch.global.L2 [a]; }}", read_only_args=[base, i])
 
 
 def _ld4(base, i):
@@ -135,11 +139,6 @@ def _pick(flag, a, b):
     """a where the integer flag is not 0, else b."""
     return _ptx("{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }", write_only_types=[Float32],
                 read_only_args=[flag, a, b])
-
-
-def _and(x, mask):
-    """x & mask, kept where it stands: hoisted out of the slab loop, the masked fragments would cost 18 registers."""
-    return _ptx("and.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, mask])
 
 
 def _transpose(x):
@@ -319,9 +318,11 @@ def _kernel(
     Dt0, Dt3 = _transpose(D0), _transpose(D3)
     Es0, Es3 = E0 | _transpose(E0), E3 | _transpose(E3)
     zero = Uint32(0)
-    masks = [_level_mask(r, c, i) for i in range(3)]
-    D1, E1 = D[1], E[1]
-    Et1, Dt1 = _transpose(E1), _transpose(D1)
+    for i in range_constexpr(3):                       # n = 1, 2, 4: the two 8x8 blocks on the diagonal
+        mask = _level_mask(r, c, i)
+        for slot, (x_d, x_e, x_t) in enumerate(((D0, Es0, Dt0), (D3, Es3, Dt3))):
+            _sts_frag(s_frag + (6 + 2 * i + slot) * 2048, (x_d & mask, x_e & mask, zero, x_t & mask))
+    _sts_frag(s_frag + 12 * 2048, (D[1], E[1], _transpose(E[1]), _transpose(D[1])))        # n = 8
     odd, top = w % 2, w // 2                           # is this warp a target at n = 16, at n = 32
     hi16, lo16 = w | 1, w & 2                          # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
     for slot, a in enumerate((aDA, aE)):
@@ -361,11 +362,20 @@ def _kernel(
                 k[jj].append(xk[jj] & keep)
                 g[jj] += [xg[2 * jj], xg[2 * jj + 1]]
 
+        s_gk = smem + 2 * EXCHANGE + FRAGS + (s * (2 * THREADS) + warp * 32 + lc) * 16
+        for i in range_constexpr(2):
+            _sts4(s_stash + (s * 2 + i) * (THREADS * 16), [g[0][2 * i], g[0][2 * i + 1], g[1][2 * i], g[1][2 * i + 1]])
+        cute.arch.sync_warp()
+        # the next slab on its way to L2
+        for i in range_constexpr(2):
+            for base, at_i, size in ((aQ, iQ[i], 2), (aK, iQ[i], 2), (aG, iG[i], 4), (aDq, iG[i], 4), (aDk, iG[i], 4), (aDg, iG[i], 4)):
+                _prefetch(base, at_i + COLS, size)
+
         # ---------------------------------------------------------------- operands for other warps: n = 16 and 32
-        bt16, bt32 = [_pick(odd, b, one) for b in beta], [_pick(top, b, one) for b in beta]
         g16 = _ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
         g32 = _ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
-        for level, gm, bt, target, tslot in ((0, g16, bt16, odd, top), (1, g32, bt32, top, odd)):
+        for level, gm, target, tslot in ((0, g16, odd, top), (1, g32, top, odd)):
+            bt = [_pick(target, b, one) for b in beta]
             for jj in range_constexpr(2):
                 _, _, qx, kx = _operands(q[jj], k[jj], g[jj], [gm[2 * jj], gm[2 * jj + 1]] * 2, bt)
                 for i in range_constexpr(2):
@@ -380,8 +390,8 @@ def _kernel(
             n = 1 << i
             gm = []
             for j in range_constexpr(2):
-                m = (rows[j] | (2 * n - 1)) - n
-                gm.append(_ld4(aG, cutlass.min(m, n_t - 1) * sG + col))
+                m = ((r + 8 * j) | (2 * n - 1)) - n    # of the warp's 16 rows
+                gm.append(_lds4(s_gk + (m // 8 * THREADS + m % 8 * 4) * 16))
             if const_expr(n < 8):
                 flag = (r // n) % 2
                 flags = [flag, flag]
@@ -389,6 +399,7 @@ def _kernel(
                 flags = [Int32(0), Int32(1)]
             bt = [_pick(flags[j], beta[j], one) for j in range(2)]
             target = [_pick(flags[j], one, Float32(0.0)) for j in range(2)]
+            frag = [_lds_frag(s_frag + (6 + 2 * i + slot) * 2048) for slot in range(2 if n < 8 else 1)]
             source = [(Uint32(1) - Uint32(flags[j])) * Uint32(0x80008000) for j in range(2)]
             for jj in range_constexpr(2):
                 gj = [gm[0][2 * jj], gm[0][2 * jj + 1], gm[1][2 * jj], gm[1][2 * jj + 1]]
@@ -396,20 +407,20 @@ def _kernel(
                 kb, qb = [_transpose(kx[0]), _transpose(kx[1])], [_transpose(qx[0]), _transpose(qx[1])]
                 # x and z of the same 8 rows are the two halves of one product: [D 0; E+E^T D^T] [kx; qx]
                 if const_expr(n < 8):
-                    lo = _mma16(_zeros(4), (_and(D0, masks[i]), _and(Es0, masks[i]), zero, _and(Dt0, masks[i])), (kb[0], qb[0]))
-                    hi = _mma16(_zeros(4), (_and(D3, masks[i]), _and(Es3, masks[i]), zero, _and(Dt3, masks[i])), (kb[1], qb[1]))
+                    lo, hi = _mma16(_zeros(4), frag[0], (kb[0], qb[0])), _mma16(_zeros(4), frag[1], (kb[1], qb[1]))
                     x, z = [lo[0], lo[1], hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 else:
-                    lo = _mma16(_zeros(4), (zero, Et1, zero, Dt1), (kb[1], qb[1]))
-                    hi = _mma8(_zeros(4), (D1, E1), kb[0])
+                    d1, e1, e1t, d1t = frag[0]
+                    lo, hi = _mma16(_zeros(4), (zero, e1t, zero, d1t), (kb[1], qb[1])), _mma8(_zeros(4), (d1, e1), kb[0])
                     x, z = [Float32(0.0), Float32(0.0), hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 _update(acc[jj], db, f, kf, qx, kx, x, z, bt, source, target)
 
         # ---------------------------------------------------------------- n = 16, 32: with the other warps' tiles
+        g16 = _ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
+        g32 = _ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=THREADS // 2)
-        for level, gm, bt, flag, partners in (
-            (0, g16, bt16, odd, [w ^ 1]), (1, g32, bt32, top, [(1 - top) * 2, (1 - top) * 2 + 1]),
-        ):
+        for level, gm, flag, partners in ((0, g16, odd, [w ^ 1]), (1, g32, top, [(1 - top) * 2, (1 - top) * 2 + 1])):
+            bt = [_pick(flag, b, one) for b in beta]
             target = _pick(flag, one, Float32(0.0))
             source, negative = one - target, (Uint32(1) - Uint32(flag)) * Uint32(0x80008000)
             u, z = [_zeros(4), _zeros(4)], [_zeros(4), _zeros(4)]
@@ -430,6 +441,7 @@ def _kernel(
                 _update(acc[jj], db, f, kf, qx, kx, x, zz, bt, [negative, negative], [target, target])
 
         # ---------------------------------------------------------------- add what came in; row dots; stash for the norm
+        cute.arch.sync_warp()                          # all lanes are done with gk in the stash
         for i in range_constexpr(2):
             live_f = _pick(Int32(live[i]), one, Float32(0.0))
             xq, xk, xg = _ld4(aDq, iG[i]), _ld4(aDk, iG[i]), _ld4(aDg, iG[i])
