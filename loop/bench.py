@@ -18,8 +18,9 @@ from loop import arms, calls, cases, check, inputs, nvml, results, stats, verdic
 from loop.results import Lane, Run
 from loop.rows import Row, Writer
 
-BLOCKS, SLOW_BLOCKS, CPU_BLOCKS = 21, 15, 5
-SLOW_RUN_S = 8.0  # a run that would take longer than this at 21 blocks does 15
+BLOCKS, SLOW_BLOCKS = 21, 15
+CPU_BLOCKS, CPU_SLOW_BLOCKS = 5, 3
+SLOW_RUN_S = 8.0  # a run that would take longer than this does the smaller number of blocks
 SAMPLE_S, CPU_SAMPLE_S = 1e-3, 1e-2  # a timed sample lasts at least this
 L2_MULTIPLE = 3  # all input sets together, in multiples of the L2
 MAX_SETS = 8
@@ -255,10 +256,9 @@ def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample:
         lane.reps = max(1, math.ceil(least / max(lane.unit_s, 1e-6)))
         if run.timer == "eager":  # the launches of a sample must fit the device's queue
             lane.reps = min(lane.reps, max(1, int(QUEUE_S / lane.host_s)))
-    if run.timer != "cpu":
-        block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
-        run.blocks = BLOCKS if BLOCKS * block_s < SLOW_RUN_S else SLOW_BLOCKS
-    run.blocks = blocks or run.blocks or CPU_BLOCKS
+    block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
+    usual, fewer = (CPU_BLOCKS, CPU_SLOW_BLOCKS) if run.timer == "cpu" else (BLOCKS, SLOW_BLOCKS)
+    run.blocks = blocks or (usual if usual * block_s < SLOW_RUN_S else fewer)
     places = [*lanes, None]
     for number, order in enumerate(stats.block_orders(len(places), run.blocks)):
         progress("blocks", number, run.blocks)

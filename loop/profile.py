@@ -58,7 +58,7 @@ def kernel_times(arm, given, mode: str) -> dict[str, tuple[float, int]]:
     for event in prof.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             ms, count = found.get(event.name, (0.0, 0))
-            found[event.name] = (ms + event.device_time_total / 1e3, count + 1)
+            found[event.name] = (ms + event.time_range.elapsed_us() / 1e3, count + 1)
     per_call = {name: (ms / CALLS, round(count / CALLS)) for name, (ms, count) in found.items()}
     return dict(sorted(per_call.items(), key=lambda item: -item[1][0]))
 
@@ -67,6 +67,8 @@ def resources(module: types.ModuleType) -> list[dict]:
     """Registers, spills, shared memory and warps of the module's compiled Triton kernels, as the driver says."""
     found = []
     for name, fn in vars(module).items():
+        while not hasattr(fn, "device_caches") and hasattr(fn, "fn"):  # triton.heuristics wraps the kernel
+            fn = fn.fn
         for per_device in getattr(fn, "device_caches", {}).values():
             compiled = per_device[0] if isinstance(per_device, tuple) else per_device
             for kernel in compiled.values():

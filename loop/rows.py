@@ -207,11 +207,6 @@ def default_folder(family: str, device: str) -> Path:
     return root() / ("out/bench_logs" if device == "cpu" else "bench_logs") / family
 
 
-def default_folders() -> tuple[Path, Path]:
-    """Everything `read()` looks at when told nothing."""
-    return root() / "bench_logs", root() / "out" / "bench_logs"
-
-
 class Writer:
     """Appends sealed rows to `<folder>/<run_id>-<label>.jsonl`, each in one synced write: a line is whole or absent.
 
@@ -278,7 +273,7 @@ def read(*paths: Path | str) -> list[Row]:
     What cannot be read is skipped with a SkippedRows warning that names file and line. A missing path holds no rows.
     """
     rows = []
-    for path in _files(paths or default_folders()):
+    for path in _files(paths or (root() / "bench_logs", root() / "out" / "bench_logs")):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as err:
