@@ -44,8 +44,13 @@ class RunResult:
 
     @property
     def verdict(self) -> str:
-        """The verdicts of this run's timed rows, without repetition, e.g. `FASTER`; empty when it timed nothing."""
-        return ", ".join(dict.fromkeys(row.verdict for row in self.rows if row.verdict))
+        """The verdicts of the idea's timed rows, without repetition, e.g. `FASTER`; empty when it timed nothing."""
+        return ", ".join(dict.fromkeys(row.verdict for row in self.mine if row.verdict))
+
+    @property
+    def mine(self) -> list[Row]:
+        """The rows of the idea itself, without those of the arms it was compared with."""
+        return [row for row in self.rows if row.arm == self.idea]
 
 
 def out_folder() -> Path:
@@ -108,9 +113,7 @@ def run_notebook(
         finally:
             processes.reap(run_id)
     result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, rows=rows_of(run_id))
-    result.status, result.message = failure or execute.classify(
-        nbformat.read(executed, as_version=4), [r for r in result.rows if r.arm == idea]
-    )
+    result.status, result.message = failure or execute.classify(nbformat.read(executed, as_version=4), result.mine)
     result.html = _write_html(executed, result)
     recorded(result, parameters)
     facts = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "rows"}
@@ -126,7 +129,7 @@ def command(idea: str, assignments: Sequence[str] = (), out: Path | None = None,
     nb = execute.load(_notebook(registry.folder(idea)))
     result = run(idea, parameters=execute.typed(nb, assignments), out=out, timeout=timeout, on_cell=say_cell)
     print(f"{result.idea}: {result.status}  {result.verdict or result.message}  ({result.seconds:.0f} s)")
-    for row in result.rows:
+    for row in result.mine:
         if row.perf:
             said = f"{row.perf.verdict} {row.perf.ratio:.3f}, row {row.row_id}"
             print(f"  {row.case} {row.mode} against {row.baseline}: {said}")
@@ -167,7 +170,7 @@ def make_folder(path: Path) -> Path:
 
 def recorded(result: RunResult, parameters) -> RunResult:
     """Write a row for a failure that left none, so that a broken idea is on the page and not merely absent."""
-    if result.ok or any(row.status != "PASSED" for row in result.rows if row.arm == result.idea):
+    if result.ok or any(row.status != "PASSED" for row in result.mine):
         return result
     idea, device = registry.find(result.idea), env.device_name()
     family = idea.family or "kda"

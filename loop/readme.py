@@ -1,0 +1,48 @@
+"""The numbers in README.md: written from the committed rows between two marks, and nowhere by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from loop import board, registry, rows
+
+BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
+
+
+def section(entries: Sequence[dict]) -> str:
+    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs."""
+    shown = [e for e in entries if e["arm"] == "ship" and e["baseline"] == "000" and e["device"] != "cpu"]
+    if not shown:
+        return "The package ships nothing yet that has been timed on a GPU."
+    lines = [
+        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | row |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for e in shown:
+        share = f"{100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else ""
+        lines.append(
+            f"| {e['family']} {e['case']} | {e['mode']} | {e['baseline_ms']:.2f} | {e['ms']:.2f} | {e['ratio']:.2f} "
+            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | `{e['row_id']}` |"
+        )
+    devices = ", ".join(dict.fromkeys(e["device"] for e in shown))
+    return "\n".join([*lines, "", f"Measured on {devices}. A ratio is fla's time divided by ours in the same process."])
+
+
+def rendered(text: str, entries: Sequence[dict]) -> str:
+    """README text with the section between the marks replaced. ValueError when the marks are not there once each."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md: expected one {BEGIN!r} and one {END!r}")
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{section(entries)}\n{END}{rest.partition(END)[2]}"
+
+
+def committed_entries() -> list[dict]:
+    """Leaderboard entries of `bench_logs/` alone."""
+    return board.entries(rows.read(registry.root() / "bench_logs"))
+
+
+def path() -> Path:
+    return registry.root() / "README.md"
+
+
+if __name__ == "__main__":
+    path().write_text(rendered(path().read_text(encoding="utf-8"), committed_entries()), encoding="utf-8")
