@@ -40,9 +40,9 @@ def new(
     parent: Annotated[str | None, typer.Option(help="The idea it is a delta against.")] = None,
 ):
     """Make an idea's folder: IDEA.md to fill in, kernel.py that already passes, bench.ipynb."""
-    from loop import scaffold
+    from loop import run, scaffold
 
-    print(scaffold.new(number, slug, family=family, spans=span, parent=parent))
+    print(run.shown(scaffold.new(number, slug, family=family, spans=span, parent=parent)))
 
 
 @app.command("open")

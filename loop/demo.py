@@ -27,7 +27,7 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
     index = page.write_index(base / "index.html", [result], board.entries(), title="kernel-fun demo")
     for label, path in (("notebook", result.notebook), ("its page", result.html), ("index", index)):
         if path:
-            console.print(f"{label:9} {path}", highlight=False, soft_wrap=True)
+            console.print(f"{label:9} {run.shown(path)}", highlight=False, soft_wrap=True)
     return int(not result.ok)
 
 

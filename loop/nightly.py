@@ -105,9 +105,9 @@ def _one(
         children.add(child)
         try:
             code = child.wait(timeout)
-            message = f"its process ended with code {code}; see {log}"
+            message = f"its process ended with code {code}; see {run.shown(log)}"
         except subprocess.TimeoutExpired:
-            status, message = "RUNNER_TIMEOUT", f"ended after {timeout:g} s; see {log}"
+            status, message = "RUNNER_TIMEOUT", f"ended after {timeout:g} s; see {run.shown(log)}"
         finally:
             processes.reap(run_id)
             child.wait()
@@ -132,7 +132,7 @@ def _read(base: Path, run_id: str) -> run.RunResult | None:
 
 def _finish(folder: Path, results: list[run.RunResult], report: "_Report", summary: str) -> None:
     path = page.write_index(folder / "index.html", results, board.entries(), title="kernel-fun nightly")
-    report.say(f"{summary}\n{path}")
+    report.say(f"{summary}\n{run.shown(path)}")
 
 
 class _Report:

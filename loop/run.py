@@ -134,8 +134,14 @@ def command(idea: str, assignments: Sequence[str] = (), out: Path | None = None,
             said = f"{row.perf.verdict} {row.perf.ratio:.3f}, row {row.row_id}"
             print(f"  {row.case} {row.mode} against {row.baseline}: {said}")
     for path in filter(None, (result.notebook, result.html)):
-        print(f"  {path}")
+        print(f"  {shown(path)}")
     return int(not result.ok)
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here: relative where it lies below the current folder."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def say_cell(number: int, total: int, tag: str) -> None:
