@@ -31,7 +31,7 @@ def env():
         t = kept["bwd.wy", name]
         pack[name] = reference.pack(t[..., None] if t.dim() == 3 else t, p, None)
     pack["dvn"] = reference.pack(kept["bwd.dhu", "dv"], p, None)
-    pack["h"], pack["dh"] = (kept[stage, name].flatten(0, 1) for stage, name in (("bwd.rescan", "h"), ("bwd.dhu", "dh")))
+    pack["h"], pack["dh"] = kept["bwd.rescan", "h"].flatten(0, 1), kept["bwd.dhu", "dh"].flatten(0, 1)
     return p, pack
 
 
@@ -59,7 +59,7 @@ def test_v_new_is_beta_times_the_prediction_error(env):
 
 
 def test_the_state_term_of_the_gate_gradient(env):
-    p, t = env
+    _, t = env
     G = t["gk"][..., -1:, :].mT
     after = torch.exp2(G) * t["h"] + t["kg"].mT @ t["v_new"]
     direct = torch.exp2(G[..., 0]) * (t["h"] * t["dh"]).sum(-1) + (t["kg"] * (t["v_new"] @ t["dh"].mT)).sum(-2)

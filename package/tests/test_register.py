@@ -11,7 +11,7 @@ from inputs import conv, conv_definition, gradients, kda, recurrence, rms
 
 backends = pytest.importorskip("fla.backends", reason="fla before 0.6 has no dispatch for whole operators")
 
-from fla.modules.convolution import causal_conv1d as fla_conv  # noqa: E402  (held before registration, as a model would)
+from fla.modules.convolution import causal_conv1d as fla_conv  # noqa: E402  (held before registration)
 from fla.modules.convolution import causal_conv1d_bwd, causal_conv1d_fwd  # noqa: E402
 from fla.ops.kda import chunk_kda as fla_kda  # noqa: E402
 

@@ -53,11 +53,12 @@ def test_contents(wheel):
     assert {*meta.get_all("Provides-Extra")} == {"cu12", "cu13", "test"}
     base = [r for r in meta.get_all("Requires-Dist") if "extra ==" not in r]
     assert {re.split(r"[^\w-]", r)[0] for r in base} == {"torch", "triton", "fla-core"}
-    assert not any(re.search("==|<|~=", r.split(";")[0]) for r in base)  # floors only: an image keeps what it has
+    assert not any(re.search("==|<|~=", r.split(";")[0]) for r in base)  # floors: an image keeps what it has
 
 
 def run(environment, cwd, *command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=cwd, check=False)
+    command = [sys.executable, *command]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
 
 
 def test_the_installed_wheel_answers(installed, tmp_path):

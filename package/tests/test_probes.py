@@ -1,0 +1,83 @@
+"""The command line and what its probes do, as far as a CPU shows it."""
+import os
+
+import pytest
+import torch
+
+from kernel_fun import __main__, __version__, probes, versions
+from kernel_fun._common import support
+
+
+def test_versions_are_printed(capsys):
+    assert __main__.main(["versions"]) == 0
+    printed = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert printed == versions()
+    assert printed["kernel_fun"] == __version__
+    assert {"python", "torch", "cuda", "triton", "fla-core", "nvidia-cutlass-dsl"} < {*printed}
+
+
+@pytest.mark.parametrize("command", ["prodtime", "graphprobe"])
+def test_without_a_gpu_one_line_says_so(command, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert __main__.main([command]) == 1
+    assert capsys.readouterr().err == (
+        f"kernel_fun {command}: needs an NVIDIA GPU: fla, which it measures against, runs on nothing else\n"
+    )
+
+
+def test_wrong_numbers_are_named(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert __main__.main(["prodtime", "--repeats", "0"]) == 1
+    assert "repeats=0, batch=None: both must be at least 1" in capsys.readouterr().err
+
+
+def test_unknown_commands_and_families_are_refused():
+    for words in ([], ["benchmark"], ["prodtime", "--family", "gdn"]):
+        with pytest.raises(SystemExit) as stopped:
+            __main__.main(words)
+        assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("family", probes.OPERATORS)
+def test_a_compiled_block_breaks_once_around_the_operator(family):
+    """Two graphs, before and after; a third length must not add more than a change to dynamic shapes does."""
+    found = probes.compiled(family, "ours", "cpu")
+    assert found["breaks"] == 1
+    assert found["graphs"][2] == found["graphs"][1] <= 4
+
+
+@pytest.mark.parametrize("gate", ["log", "softplus", "safe"])
+def test_the_inputs_are_calls_that_run(gate):
+    from kernel_fun.kda import chunk_kda
+
+    tensors, flags = probes.inputs("kda", "cpu", **{**probes.SMALL["kda"], "T": 65, "gate": gate})
+    out = chunk_kda(**tensors, **flags)[0]
+    assert out.isfinite().all()
+    assert all(grad is not None for grad in torch.autograd.grad(out.float().sum(), list(tensors.values())))
+
+
+def test_arms_leave_the_process_as_it_was(monkeypatch):
+    for before in (None, "0"):
+        if before is None:
+            monkeypatch.delenv("KERNEL_FUN_DISABLE", raising=False)
+        else:
+            monkeypatch.setenv("KERNEL_FUN_DISABLE", before)
+        for arm in probes.ARMS:
+            with probes.running(arm):
+                assert support.switch("KERNEL_FUN_DISABLE") is (arm == "off")
+                assert support.inside_fla_only() is (arm == "fla")
+            assert os.environ.get("KERNEL_FUN_DISABLE") == before
+            assert not support.inside_fla_only()
+
+
+def test_an_arm_that_fails_is_one_line(capsys, monkeypatch):
+    """On a CPU every arm's process fails at its first GPU tensor; the table still has a line for each."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU no arm fails")
+    monkeypatch.setattr(probes, "_need_gpu", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(__import__("sys").path))
+    monkeypatch.setattr(probes, "ARMS", ("ours",))
+    probes.graphprobe("cconv")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("cconv   ours   failed: ")
