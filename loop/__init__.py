@@ -10,3 +10,5 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Cases for a CPU are tiny: a second thread gains nothing, and where cores are busy its waiting costs tenfold.
+    torch.set_num_threads(1)

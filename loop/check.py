@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from . import cases, compare, contract, inputs, oracle, poison
+from . import cases, compare, contract, inputs, poison
 from .compare import same_bits
+from .measure import Measured
 from .verdict import CheckError, CheckResult, Rejected, Status, issue
 
-HEADS = 2  # groups of heads (or blocks of channels) compared with the oracle where the case is large
 RUNS = 3  # on a GPU; a CPU runs one program at a time, so two runs say as much
 PLAUSIBLE = 0x3F  # a byte that makes finite, ordinary numbers in every format (0.75 in bf16 and fp32)
 SLEEP_CYCLES = 600_000_000  # about 0.3 s: longer than it takes to launch a call
@@ -52,6 +52,7 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
         session.run()
     except Rejected as no:
         status, message = no.status, no.message
+        session.errors |= no.errors
     except Exception as err:
         status, message = Status.ERROR, f"{type(err).__name__}: {' '.join(str(err).split())[:300]}"
         detail = traceback.format_exc()
@@ -78,14 +79,12 @@ class _Session:
 
     def __init__(self, arm, case, seeds, device, grad, baseline):
         self.arm, self.case, self.seeds, self.device, self.grad = arm, case, seeds, device, grad
-        self.baseline = None if device.type == "cpu" or baseline == arm.name else baseline
-        self.p = case.problem()
-        self.expected = contract.outputs(case.family, self.p)
+        self.expected = contract.outputs(case.family, case.problem())
         if not grad:
             self.expected = {n: self.expected[n] for n in inputs.RESULTS[case.family]}
+        baseline = None if device.type == "cpu" or baseline == arm.name else baseline
+        self.values = Measured(case, tuple(self.expected), baseline, grad)
         self.errors, self.proofs = {}, {}
-        self.ours = {n: [] for n in self.expected}
-        self.theirs = {n: [] for n in self.expected}
 
     def run(self):
         given = self._load(inputs.make(self.case, self.seeds[0], self.device))
@@ -95,7 +94,7 @@ class _Session:
         self._check_finite(first)
         kept = {n: None if t is None else t.clone() for n, t in first.items()}
         self._check_repeats(kept)
-        self._measure(given, kept)
+        self.values.add(given, kept)
         for seed in self.seeds[1:]:
             values = inputs.make(self.case, seed, self.device)
             self._refill(values)
@@ -104,9 +103,10 @@ class _Session:
             self._check_contract(again)
             self._check_not_reused(first, kept, again)
             self._check_finite(again)
-            self._measure(values, again)
+            self.values.add(values, again)
         self._check_stream(given, kept)
-        self._judge()
+        self.errors |= self.values.errors()
+        self.proofs |= self.values.proofs(self.errors)
 
     # ---------------------------------------------------------------------------------------------------- running it
     def _load(self, values):
@@ -252,55 +252,3 @@ class _Session:
         if different:
             raise Rejected(Status.WRONG_STREAM, f"{different} did not wait for the values on the caller's stream")
         self.proofs["stream"] = "waits for the caller's stream"
-
-    # ------------------------------------------------------------------------------------------------------- measuring
-    def _measure(self, values, outputs):
-        """Errors of this seed's outputs, and of the baseline's, against the oracle."""
-        rest = [n for n in outputs if n not in self.expected]
-        outputs = {n: t for n, t in outputs.items() if n not in rest}
-        theirs = self._baseline_outputs(values) if self.baseline else None
-        part = None
-        if "tiny" not in self.case.tags:
-            part = oracle.choose(self.case, HEADS, values.seed)
-            values = oracle.take(values, part)
-            self.proofs["heads"] = (
-                f"{len(part.heads)} of {self.case.HV if self.case.family == 'kda' else self.case.D} at random"
-            )
-        truth = oracle.oracle(values)
-        terms = oracle.term_sizes(values, truth)
-        for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
-            cut = found if part is None or found is None else oracle.take_tensors(self.case, found, part)
-            for name in self.expected:
-                if cut is not None and cut[name] is not None:
-                    sink[name].append(compare.difference(cut[name], truth[name], terms.get(name)))
-        if theirs is not None and part is not None:
-            self._check_other_heads(outputs, theirs)
-
-    def _baseline_outputs(self, values):
-        from . import arms
-
-        return inputs.run(arms.make(self.case.family, self.baseline).op, values, self.grad)
-
-    def _check_other_heads(self, outputs, theirs):
-        """Heads outside the slice, against the baseline: both err, so by no more than both together (doubled for its
-        scatter)."""
-        for name, got in outputs.items():
-            if got is None or not torch.isfinite(theirs[name]).all():
-                continue
-            apart = compare.difference(got, theirs[name])
-            budget = contract.budget(self.case.family, name, self.p)
-            fla = self.theirs[name][-1].rel_rms
-            if apart.rel_rms > 2 * (max(budget, fla) + fla):
-                text = (
-                    f"{name} is {apart.rel_rms:.2e} from {self.baseline} over all heads, worst at {list(apart.worst)}"
-                )
-                raise Rejected(Status.WRONG_VALUE, text)
-
-    def _judge(self):
-        for name, found in self.ours.items():
-            if found:
-                self.errors[name] = compare.judge(self.case.family, name, self.p, found, self.theirs[name] or None)
-        wrong = [e for e in self.errors.values() if not e.ok]
-        if wrong:
-            raise Rejected(Status.WRONG_VALUE, "; ".join(map(str, wrong[:3])))
-        self.proofs["values"] = f"{len(self.errors)} outputs within their limits over {len(self.seeds)} seeds"

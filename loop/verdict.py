@@ -29,11 +29,11 @@ class Status(StrEnum):
 
 
 class Rejected(Exception):
-    """The check found a reason to reject; carries the status."""
+    """The check found a reason to reject; carries the status, and the errors where they were measured."""
 
-    def __init__(self, status: Status, message: str):
+    def __init__(self, status: Status, message: str, errors: dict | None = None):
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.errors = status, message, errors or {}
 
 
 class CheckError(ValueError):

@@ -16,7 +16,8 @@ TINY = [case for case in ALL if "tiny" in case.tags]
 def test_the_named_cases_are_there():
     wanted = """
         prod8192_gate prod8192 prod8192_gate_b8 kimi8192_softplus kimi8192_safe long64k_softplus small gva varlen8192
-        ragged strong strong_mask tiny tiny_gate tiny_safe tiny_ragged tiny_varlen tiny_gva tiny_state tiny_strong tiny_mask
+        ragged strong strong_mask tiny tiny_gate tiny_safe tiny_ragged tiny_varlen tiny_gva tiny_state tiny_strong
+        tiny_mask
     """
     assert set(wanted.split()) <= set(cases.family_cases("kda"))
     assert {"prod8192_qk", "prod8192_v"} <= set(cases.family_cases("cconv"))

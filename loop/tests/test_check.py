@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from loop import cases, check, controls, inputs, verdict
+from loop import cases, check, controls, inputs, measure, oracle, verdict
 from loop.verdict import CheckError, Status
 
 TINY = cases.get("kda", "tiny")
@@ -235,7 +235,7 @@ def test_fla_itself_is_within_its_limits_on_a_gpu():
 def test_large_cases_are_judged_on_random_slices(monkeypatch):
     """The path of the production cases, on a small one whose tag is taken away."""
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
-    monkeypatch.setattr(check, "HEADS", 1)
+    monkeypatch.setattr(measure, "HEADS", 1)
     result = check.check(controls.honest("kda"), case)
     assert result.ok
     assert result.proofs["heads"] == "2 of 4 at random"
@@ -252,18 +252,18 @@ def test_large_cases_are_judged_on_random_slices(monkeypatch):
 def test_heads_outside_the_slice_are_held_against_the_baseline(monkeypatch):
     """On a GPU fla computes every head; here the honest chain stands in for it."""
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
-    monkeypatch.setattr(check, "HEADS", 1)
+    monkeypatch.setattr(measure, "HEADS", 1)
 
     def session(bend):
         found = check._Session(Bent(bend), case, (1, 2), torch.device("cpu"), True, None)
-        found.baseline = "honest"
-        found._baseline_outputs = lambda values: inputs.run(controls.honest("kda").op, values)
+        found.values.baseline = "honest"
+        found.values.baseline_outputs = lambda values: inputs.run(controls.honest("kda").op, values)
         return found
 
     session(lambda o, ht: (o, ht)).run()
 
     def bend(o, ht):
-        seen = check.oracle.choose(case, 1, 1).heads
+        seen = oracle.choose(case, 1, 1).heads
         keep = torch.zeros_like(o)
         keep[:, :, list(seen)] = 1
         return o * keep, ht

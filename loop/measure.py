@@ -1,0 +1,79 @@
+"""How exact an arm is: its outputs and the baseline's, over the seeds of a check, against the fp64 oracle.
+
+Small cases are compared whole. Of a large one the oracle does a few heads (or blocks of channels), drawn anew for every
+seed; the other heads are held against the baseline, which computes them all.
+"""
+
+import torch
+
+from . import compare, contract, inputs, oracle
+from .cases import Case
+from .verdict import Rejected, Status
+
+HEADS = 2  # groups of heads, or blocks of channels, that the oracle does of a large case
+
+
+class Measured:
+    """Collects differences seed by seed; `errors()` is the verdict on all of them. `baseline` names an arm, or None."""
+
+    def __init__(self, case: Case, names: tuple[str, ...], baseline: str | None, grad: bool):
+        self.case, self.names, self.baseline, self.grad = case, names, baseline, grad
+        self.p = case.problem()
+        self.ours = {n: [] for n in names}
+        self.theirs = {n: [] for n in names}
+        self.part, self.seeds = None, 0
+
+    def add(self, values: inputs.Inputs, outputs: dict) -> None:
+        """Measure one seed's outputs. Rejected when heads that the oracle did not do are far from the baseline's."""
+        outputs = {n: outputs[n] for n in self.names}
+        theirs = self.baseline_outputs(values) if self.baseline else None
+        self.seeds += 1
+        if "tiny" not in self.case.tags:
+            self.part = oracle.choose(self.case, HEADS, values.seed)
+            values = oracle.take(values, self.part)
+        truth = oracle.oracle(values)
+        terms = oracle.term_sizes(values, truth)
+        for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
+            if found is None:
+                continue
+            cut = found if self.part is None else oracle.take_tensors(self.case, found, self.part)
+            for name in self.names:
+                if cut[name] is not None:
+                    sink[name].append(compare.difference(cut[name], truth[name], terms.get(name)))
+        if theirs is not None and self.part is not None:
+            self._check_other_heads(outputs, theirs)
+
+    def baseline_outputs(self, values: inputs.Inputs) -> dict:
+        from . import arms
+
+        return inputs.run(arms.make(self.case.family, self.baseline).op, values, self.grad)
+
+    def _check_other_heads(self, outputs: dict, theirs: dict) -> None:
+        """Two that err so much each are no farther apart than both together; doubled for the scatter between heads."""
+        for name, got in outputs.items():
+            if got is None or not torch.isfinite(theirs[name]).all():
+                continue
+            apart = compare.difference(got, theirs[name])
+            fla = self.theirs[name][-1].rel_rms
+            if apart.rel_rms > 2 * (max(contract.budget(self.case.family, name, self.p), fla) + fla):
+                text = f"{name} is {apart.rel_rms:.2e} from {self.baseline} over all heads"
+                raise Rejected(Status.WRONG_VALUE, f"{text}, worst at {list(apart.worst)}")
+
+    def errors(self) -> dict[str, compare.OutputError]:
+        """The verdict on every output. Rejected, with the worst named first, when one is beyond its limit."""
+        found = {
+            name: compare.judge(self.case.family, name, self.p, ours, self.theirs[name] or None)
+            for name, ours in self.ours.items()
+            if ours
+        }
+        wrong = sorted((e for e in found.values() if not e.ok), key=lambda e: -e.rel_rms / max(e.limit, 1e-30))
+        if wrong:
+            raise Rejected(Status.WRONG_VALUE, "; ".join(map(str, wrong[:3])), found)
+        return found
+
+    def proofs(self, errors: dict) -> dict[str, str]:
+        shown = {"values": f"{len(errors)} outputs within their limits over {self.seeds} seeds"}
+        if self.part is not None:
+            whole = self.case.HV if self.case.family == "kda" else self.case.D
+            shown["heads"] = f"{len(self.part.heads)} of {whole} at random"
+        return shown
