@@ -264,6 +264,11 @@ def main() -> None:
     except (ValueError, OSError) as err:
         console.say(f"error: {err}")
         sys.exit(2)
+    except RuntimeError as err:
+        if "broke the GPU's context" not in str(err):
+            raise
+        console.say(f"error: {err}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

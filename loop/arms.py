@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kernel_fun._common import support
-from loop import registry, sources
+from loop import interpreter, registry, sources
 from loop.inputs import LEAVES as TENSORS
 
 
@@ -171,6 +171,7 @@ def _ship(family: str) -> Arm:
             tensors = {name: inputs[name] for name in TENSORS[family]}
             return op(**tensors, **inputs.case.op_kwargs(), cu_seqlens=inputs["cu_seqlens"])
     else:
+        interpreter.install()
         run = _plan_runner(family, lambda p: chain.make_plan(p, base="reference", shipped=True))
     what = "the package" if on_gpu() else "the package's kernels, interpreted, in the plain-torch chain"
     return Arm(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from loop import arms, calls, cases, check, inputs, nvml, results, stats, verdict
-from loop.results import Lane, Run
+from loop.lanes import ContextLost, Lane, Run, drop, guarded, one_line, stop_if_lost
 from loop.rows import Row, Writer
 
 BLOCKS, SLOW_BLOCKS = 21, 15
@@ -66,15 +66,19 @@ def bench(
         if name not in built:
             built = {name: arms.make(family, name), **built}
     checks = dict(checks or {})
-    lanes = [Lane(arm) for arm in built.values()]
-    for lane in lanes:
-        lane.failure = _admit(lane.arm, case, mode, checks, progress)
-    run = Run()
-    base = next(lane for lane in lanes if lane.arm.name == baselines[0])
-    live = [lane for lane in lanes if lane.failure is None]
-    if base in live:
-        _measure(run, live, base, case, mode, seed, blocks, progress)
+    lanes, run = [Lane(arm) for arm in built.values()], Run()
     cmd = cmd or results.command(family, list(built), case.id, mode)
+    base = next(lane for lane in lanes if lane.arm.name == baselines[0])
+    try:
+        for lane in lanes:
+            lane.failure = _admit(lane.arm, case, mode, checks, progress)
+            stop_if_lost(lane)
+        live = [lane for lane in lanes if lane.failure is None]
+        if base in live:
+            _measure(run, live, base, case, mode, seed, blocks, progress)
+    except ContextLost as lost:
+        results.rows_of(run, [lost.lane], [lost.lane.arm.name], case, mode, checks, cmd, seed, writer)
+        raise
     return results.rows_of(run, lanes, baselines, case, mode, checks, cmd, seed, writer)
 
 
@@ -101,7 +105,7 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
     try:
         for lane in lanes:
             progress(f"warm up {lane.arm.name}", 0, 1)
-            _guarded(lane, lambda lane=lane: _prepare(lane, sets, mode))
+            guarded(lane, lambda lane=lane: _prepare(lane, sets, mode))
         alive = [lane for lane in lanes if lane.failure is None]
         if base not in alive:
             return
@@ -116,7 +120,7 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
             lane.launches = lane.arm.launches(sets[0], mode)
     finally:
         for lane in lanes:
-            _drop(lane)
+            drop(lane)
 
 
 def _input_sets(run: Run, case, seed: int, device: str) -> list[inputs.Inputs]:
@@ -130,31 +134,6 @@ def _input_sets(run: Run, case, seed: int, device: str) -> list[inputs.Inputs]:
         sets.append(inputs.make(case, seed + i, device))
         sets[-1]["cu_seqlens"] = sets[0]["cu_seqlens"]  # one tensor, so that what is kept per cu_seqlens is kept once
     return sets
-
-
-def _guarded(lane: Lane, work: Callable[[], None]) -> None:
-    """Run a step of one lane; what it raises becomes the lane's failure."""
-    try:
-        work()
-    except torch.OutOfMemoryError as err:
-        lane.failure = ("OOM", _line(err))
-    except Exception as err:
-        if "CUDA error" in str(err):
-            raise  # the context is gone: nothing measured after this would mean anything
-        lane.failure = ("ERROR", f"{type(err).__name__}: {_line(err)}")
-    if lane.failure:
-        _drop(lane)
-
-
-def _drop(lane: Lane) -> None:
-    """Let go of the lane's graphs and residuals."""
-    lane.calls, lane.unit = [], None
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _line(err: Exception) -> str:
-    return " ".join(str(err).split())[:300]
 
 
 def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
@@ -216,7 +195,7 @@ def _capture(run: Run, lanes: list[Lane]) -> None:
             with torch.cuda.graph(graph, pool=pool, stream=_stream()):
                 lane.unit()
         except Exception as err:
-            run.timer, run.timer_note = "eager", f"{lane.arm.name} cannot be captured: {_line(err)}"
+            run.timer, run.timer_note = "eager", f"{lane.arm.name} cannot be captured: {one_line(err)}"
             del graph
             graphs.clear()
             torch.cuda.synchronize()

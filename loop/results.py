@@ -2,47 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from loop import arms, contract, env, rows, stats
 
 IMPLAUSIBLE = 0.9  # a time below this share of the least bytes' time means that the timing or the floor is wrong
 CACHE_MULTIPLE = 4  # that test needs tensors well beyond the L2
-
-
-@dataclass
-class Lane:
-    """One arm on its way through a run. `unit` runs the arm once per input set; `samples` are ms per call, one per
-    block.
-    """
-
-    arm: arms.Arm
-    calls: list[Callable] = field(default_factory=list)
-    unit: Callable | None = None
-    unit_s: float = 0.0
-    host_s: float = 0.0
-    caller_ms: float | None = None
-    reps: int = 1
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-    samples: list[float] = field(default_factory=list)
-    mhz: list[int] = field(default_factory=list)
-    launches: dict[str, int] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None  # (status, reason)
-
-
-@dataclass
-class Run:
-    """What a run's arms have in common."""
-
-    timer: str = "cpu"
-    timer_note: str = ""
-    sets: int = 1
-    set_bytes: int = 0
-    blocks: int = 0
-    aa_samples: list[float] = field(default_factory=list)
-    throttle: set[str] = field(default_factory=set)
 
 
 def command(family: str, impls: list[str], case: str, mode: str) -> str:

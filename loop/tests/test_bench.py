@@ -144,6 +144,23 @@ def test_what_an_arm_raises_is_its_row_and_the_others_go_on(arm_of, baseline_che
     assert "\n" not in row.reason
 
 
+@pytest.mark.parametrize("when", ["while checking", "while warming up"])
+def test_an_arm_that_breaks_the_gpus_context_stops_the_run_with_its_row(arm_of, baseline_check, tmp_path, when):
+    arm = arm_of(
+        "test-fault", failing_later(RuntimeError("CUDA error: an illegal memory access was encountered\nmore"))
+    )
+    checks = {"000": baseline_check}
+    if when == "while warming up":
+        checks[arm.name] = check.check(arm, CASE)
+    arm.run.broken = True
+    writer = rows.Writer(tmp_path, "x")
+    with pytest.raises(bench.ContextLost, match="arm test-fault broke the GPU's context"):
+        bench.bench("cconv", ["000", arm], CASE, "fwd", checks=checks, blocks=1, writer=writer)
+    (row,) = rows.read(tmp_path)
+    assert (row.arm, row.status, row.perf) == ("test-fault", "ERROR", None)
+    assert "illegal memory access" in row.reason
+
+
 def test_without_its_baseline_an_arm_has_no_time(arm_of):
     broken = arm_of("test-base", wrong)
     base, row = bench.bench(
