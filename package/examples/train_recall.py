@@ -5,8 +5,8 @@
     python train_recall.py --device cpu --steps 30 --width 32
 
 The task: a sequence of key-value pairs, then the keys again in another order; after each the model must say its value.
-A model that ignores the context stays at log(values). Data and initial weights depend on the seed alone, so two arms see
-the same run, and their curves differ by rounding only.
+A model that ignores the context stays at log(values). Data and initial weights depend on the seed alone, so two arms
+see the same run, and their curves differ by rounding only.
 """
 import argparse
 import importlib

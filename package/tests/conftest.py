@@ -1,11 +1,21 @@
 """Shared by the package's tests: the GPU gate, clean switches and log state, small inputs."""
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernel_fun._common import dispatch, support
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # small_inputs.py, also where pytest imports tests by path alone
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU of compute capability 9.0 or above")
+    config.addinivalue_line("markers", "slow: builds or installs something, or takes more than a few seconds")
 
 
 def pytest_collection_modifyitems(items):
@@ -15,7 +25,7 @@ def pytest_collection_modifyitems(items):
     elif torch.cuda.get_device_capability() < (9, 0):
         reason = f"GPU of capability {torch.cuda.get_device_capability()}, kernels need 9.0"
     for item in items:
-        if reason and "gpu" in item.keywords:
+        if reason and "gpu" in item.keywords and HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

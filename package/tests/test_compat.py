@@ -1,6 +1,6 @@
 """The probe of fla's functions: passes on the installed fla, names what has moved, and can be told to fall back."""
 import pytest
-from inputs import kda
+from small_inputs import kda
 
 from kernel_fun import versions
 from kernel_fun._common import compat

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from inputs import conv, gradients, kda
+from small_inputs import conv, gradients, kda
 
 from kernel_fun import cconv
 from kernel_fun import kda as ours

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from inputs import conv, conv_definition, gradients, rms
+from small_inputs import conv, conv_definition, gradients, rms
 
 from kernel_fun.cconv import causal_conv1d, is_supported
 

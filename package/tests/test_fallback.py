@@ -3,7 +3,7 @@ import threading
 
 import pytest
 import torch
-from inputs import conv, kda
+from small_inputs import conv, kda
 
 from kernel_fun import cconv
 from kernel_fun._common import dispatch, support

@@ -3,7 +3,7 @@ import importlib
 
 import pytest
 import torch
-from inputs import conv, conv_definition, gradients, kda, recurrence, rms
+from small_inputs import conv, conv_definition, gradients, kda, recurrence, rms
 
 import kernel_fun.fla
 from kernel_fun import cconv

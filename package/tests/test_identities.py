@@ -1,7 +1,7 @@
 """The identities of ALGORITHM.md section 4 that kernels use to skip work, on the reference's own tensors in fp64."""
 import pytest
 import torch
-from inputs import kda, rms
+from small_inputs import kda, rms
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import chain, reference

@@ -1,7 +1,7 @@
 """chunk_kda on CPU tensors against the token-by-token recurrence in fp64: outputs and gradients, over every flag."""
 import pytest
 import torch
-from inputs import gradients, kda, recurrence, rms
+from small_inputs import gradients, kda, recurrence, rms
 
 from kernel_fun.kda import chunk_kda, is_supported
 

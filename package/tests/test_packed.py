@@ -3,7 +3,7 @@ import gc
 
 import pytest
 import torch
-from inputs import conv, conv_definition, kda, recurrence, rms
+from small_inputs import conv, conv_definition, kda, recurrence, rms
 
 from kernel_fun._common import packed
 from kernel_fun.cconv import causal_conv1d

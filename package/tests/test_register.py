@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from inputs import conv, conv_definition, gradients, kda, recurrence, rms
+from small_inputs import conv, conv_definition, gradients, kda, recurrence, rms
 
 backends = pytest.importorskip("fla.backends", reason="fla before 0.6 has no dispatch for whole operators")
 
