@@ -29,7 +29,7 @@ BUDGETS = {
         "o": 5e-3, "ht": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3,
         "dg": 2e-2, "dbeta": 2e-2, "dA_log": 2e-2, "ddt_bias": 2e-2,
         # sums and roots in fp32; the others are rounded to q's dtype or come from products of rounded operands
-        "q_rstd": 1e-4, "k_rstd": 1e-4, "beta": 1e-4, "gk": 1e-4, "q": 5e-3, "k": 5e-3, "Aqk": 5e-3, "Akk": 5e-3,
+        "q_rstd": 1e-4, "k_rstd": 1e-4, "beta": 1e-4, "gk": 1e-3, "q": 5e-3, "k": 5e-3, "Aqk": 5e-3, "Akk": 5e-3,
         "w": 5e-3, "u": 5e-3, "qg": 5e-3, "kg": 5e-3, "h": 5e-3, "v_new": 5e-3,
         "dAqk": 8e-3, "dAkk": 8e-3, "dh": 8e-3, "db": 2e-2,
     },
