@@ -7,6 +7,7 @@ baseline runs twice in each block (A/A): what it differs from itself by is what 
 read, never set. On a CPU the same blocks are timed with the host's clock; such rows say so and promote nothing.
 """
 
+import contextlib
 import math
 import statistics
 import time
@@ -49,9 +50,8 @@ def bench(
     Args:
         impls: arm names, or arms. The baselines are added when they are missing.
         case: from `loop.cases`. mode: fwd, bwd or fwdbwd.
-        checks: arm name -> CheckResult of this process. An arm without one is checked here; one that did not pass is a
-        row
-            with its status and no time; a result of another process, arm, source or case is refused (ValueError).
+        checks: arm name -> CheckResult of this process. An arm without one is checked here and added; one that did not
+            pass is a row with its status and no time; a result of another process, arm, source or case is refused.
         blocks: default 21, 15 for runs that would take over 8 s, 5 on a CPU.
         progress: called as (what, done, total).
 
@@ -65,7 +65,7 @@ def bench(
     for name in baselines:
         if name not in built:
             built = {name: arms.make(family, name), **built}
-    checks = dict(checks or {})
+    checks = {} if checks is None else checks
     lanes, run = [Lane(arm) for arm in built.values()], Run()
     cmd = cmd or results.command(family, list(built), case.id, mode)
     base = next(lane for lane in lanes if lane.arm.name == baselines[0])
@@ -116,8 +116,9 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
         _heat()
         with torch.cuda.stream(_stream()):
             _blocks(run, alive, base, blocks, _gpu_sample, progress)
-        for lane in alive:  # last, so that the profiler is not in the times
-            lane.launches = lane.arm.launches(sets[0], mode)
+            for lane in alive:  # last, so that the profiler is not in the times; without it a time is still a time
+                with contextlib.suppress(RuntimeError):
+                    lane.launches = lane.arm.launches(sets[0], mode)
     finally:
         for lane in lanes:
             drop(lane)
@@ -146,23 +147,28 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
         lane.unit()
         lane.unit_s = lane.host_s = time.perf_counter() - start
         return
-    calls.make(lane.arm, sets[0], "fwd" if mode == "fwd" else "fwdbwd")()  # compiles and tunes, before memory is read
-    lane.peak_bytes, lane.saved_bytes = calls.memory(lane.arm, sets[0], mode)
+    torch.cuda.synchronize()
     with torch.cuda.stream(_stream()):
+        calls.make(lane.arm, sets[0], "fwd" if mode == "fwd" else "fwdbwd")()  # tunes before memory is read
+        lane.peak_bytes, lane.saved_bytes = calls.memory(lane.arm, sets[0], mode)
         lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
         lane.unit = _eager(lane)
         lane.unit()
-        torch.cuda.synchronize()
         lane.caller_ms = _caller_ms(lane.calls[0])
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        start.record()
-        lane.unit()
-        end.record()
-        lane.host_s = time.perf_counter() - began
-        end.synchronize()
-        lane.unit_s = start.elapsed_time(end) / 1e3
+        lane.unit_s, lane.host_s = _estimate(lane.unit)
+
+
+def _estimate(unit: Callable[[], None]) -> tuple[float, float]:
+    """(device seconds, host seconds) of one unit, roughly: enough to choose how often to repeat it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    start.record()
+    unit()
+    end.record()
+    host = time.perf_counter() - began
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3, host
 
 
 def _caller_ms(call: Callable) -> float:
@@ -187,8 +193,7 @@ def _eager(lane: Lane) -> Callable[[], None]:
 
 def _capture(run: Run, lanes: list[Lane]) -> None:
     """One graph per lane over all input sets, in one memory pool; all lanes stay eager when one cannot be captured."""
-    pool = torch.cuda.graph_pool_handle()
-    graphs = []
+    pool, outside, graphs = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(), []
     for lane in lanes:
         graph = torch.cuda.CUDAGraph()
         try:
@@ -198,13 +203,16 @@ def _capture(run: Run, lanes: list[Lane]) -> None:
             run.timer, run.timer_note = "eager", f"{lane.arm.name} cannot be captured: {one_line(err)}"
             del graph
             graphs.clear()
+            torch.cuda.set_stream(outside)  # a capture that fails leaves its own stream in place
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return
         graphs.append(graph)
     run.timer = "graph"
-    for lane, graph in zip(lanes, graphs, strict=True):
-        lane.unit, lane.host_s = graph.replay, 5e-5
+    with torch.cuda.stream(_stream()):
+        for lane, graph in zip(lanes, graphs, strict=True):
+            graph.replay()
+            lane.unit, (lane.unit_s, lane.host_s) = graph.replay, _estimate(graph.replay)
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

@@ -5,6 +5,7 @@ time of a wrong build is not recorded. Caches of Triton, the CuTe DSL and the dr
 configurations (FLA_CONFIG_DIR) are what the environment says, and rows record them.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -80,6 +81,8 @@ def child(family: str, name: str, case_id: str) -> dict:
     case = cases.get(family, case_id)
     given, leaves = calls.leaf_inputs(inputs.make(case, 0, device))  # makes the device's context
     began = time.perf_counter()
+    for module in ("fla.ops.kda", "fla.modules.convolution") if device == "cuda" else ():
+        importlib.import_module(module)
     arm = arms.make(family, name)
     ok, reason = arm.supports(case)
     import_s = time.perf_counter() - began

@@ -170,6 +170,14 @@ def test_without_its_baseline_an_arm_has_no_time(arm_of):
     assert "test-base: WRONG_VALUE" in row.reason
 
 
+def test_an_arm_is_checked_once_for_all_modes(arm_of):
+    checks = {}
+    bench.bench("cconv", ["000"], CASE, "fwd", checks=checks, blocks=1)
+    first = checks["000"]
+    bench.bench("cconv", ["000"], CASE, "bwd", checks=checks, blocks=1)
+    assert checks["000"] is first
+
+
 def test_a_check_of_another_process_is_refused(baseline_check):
     forged = dataclasses.replace(baseline_check, token="0" * 64)
     with pytest.raises(verdict.CheckError, match="no passed check in this process"):
