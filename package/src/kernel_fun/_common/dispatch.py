@@ -47,16 +47,16 @@ class Route:
 
 
 class ReferenceRoute(Route):
-    """Plain torch on CPU tensors. Kernels know no autocast, so here too it changes nothing."""
+    """Plain torch. Kernels know no autocast, so here too it changes nothing."""
 
     __slots__ = ()
 
     def run_forward(self, env: dict, meta: dict) -> dict:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return super().run_forward(env, meta)
 
     def run_backward(self, env: dict, meta: dict) -> dict:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return super().run_backward(env, meta)
 
 
@@ -65,15 +65,20 @@ def route(family: str, chain, p, x: torch.Tensor) -> Route:
     key = (p, x.device.index)
     found = _routes.get(key)
     if found is None:
-        found = _reference(chain, p) if x.is_cpu else _kernels(family, chain, p)
+        if p.B * p.T == 0:
+            found = _reference(chain, p, "plain torch, for a call without tokens")
+        elif x.is_cpu:
+            found = _reference(chain, p, "plain torch on CPU tensors")
+        else:
+            found = _kernels(family, chain, p)
         if len(_routes) >= _MAX_ROUTES:
             _routes.clear()
         _routes[key] = found
     return found
 
 
-def _reference(chain, p) -> Route:
-    return ReferenceRoute(chain.make_plan(p, base="reference", shipped=False), what="plain torch on CPU tensors")
+def _reference(chain, p, what: str) -> Route:
+    return ReferenceRoute(chain.make_plan(p, base="reference", shipped=False), what=what)
 
 
 def _kernels(family: str, chain, p) -> Route:

@@ -34,7 +34,7 @@ def chunk_table(p: KdaProblem, cu_seqlens) -> tuple[torch.Tensor, list[int]]:
         index = torch.arange(start, start + -(-(end - start) // CHUNK) * CHUNK)
         rows.append(torch.where(index < end, index, -1).view(-1, CHUNK))
         first.append(first[-1] + rows[-1].shape[0])
-    return torch.cat(rows), first
+    return torch.cat(rows) if rows else torch.empty(0, CHUNK, dtype=torch.int64), first
 
 
 def pack(x: torch.Tensor, p: KdaProblem, cu_seqlens) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""How the operators live in a process: empty calls, recomputation, inference mode, threads, fork, data parallelism."""
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from small_inputs import conv, gradients, kda
+from torch.utils.checkpoint import checkpoint
+
+from kernel_fun.cconv import causal_conv1d
+from kernel_fun.kda import chunk_kda, is_supported
+
+
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5), (0, 0)])
+def test_calls_without_tokens(B, T):
+    tensors, flags = kda(B=B, T=T, h0=True)
+    assert is_supported(**tensors, **flags) == (True, "plain torch, for a call without tokens")
+    o, ht = chunk_kda(**tensors, **flags, output_final_state=True)
+    assert o.shape == tensors["v"].shape
+    assert torch.equal(ht, tensors["initial_state"])
+    for name, grad in gradients((o, ht), tensors).items():
+        assert grad.shape == tensors[name].shape
+    tensors, flags = conv(B=B, T=T, h0=True, bias=True, residual=True)
+    y, ht = causal_conv1d(**tensors, **flags, activation="silu", output_final_state=True)
+    assert y.shape == tensors["x"].shape
+    assert torch.equal(ht, tensors["initial_state"])
+    grads = gradients((y, ht), tensors)
+    assert torch.count_nonzero(grads["weight"]) == torch.count_nonzero(grads["bias"]) == 0
+
+
+def test_packed_calls_without_tokens():
+    tensors, flags = kda(sequences=(0, 0), T=4, h0=True)
+    o, ht = chunk_kda(**tensors, **flags, output_final_state=True)
+    assert o.shape == (1, 4, 2, 8)
+    assert torch.count_nonzero(o) == 0
+    assert torch.equal(ht, tensors["initial_state"])
+    assert torch.count_nonzero(gradients((o,), tensors)["q"]) == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    names = ("q", "k", "v", "g", "beta")
+    tensors, flags = kda()
+    direct = chunk_kda(**tensors, **flags)[0]
+    direct.sum().backward()
+    want = [tensors[name].grad.clone() for name in names]
+    for t in tensors.values():
+        t.grad = None
+    five = [tensors[name] for name in names]
+    again = checkpoint(lambda *five: chunk_kda(*five, **flags)[0], *five, use_reentrant=reentrant)
+    again.sum().backward()
+    assert torch.equal(direct, again)
+    assert all(torch.equal(tensors[name].grad, grad) for name, grad in zip(names, want, strict=True))
+
+
+def test_gradients_accumulate_over_two_backwards():
+    tensors, flags = kda()
+    o, _ = chunk_kda(**tensors, **flags)
+    o.sum().backward(retain_graph=True)
+    once = tensors["q"].grad.clone()
+    o.sum().backward()
+    assert torch.equal(tensors["q"].grad, 2 * once)
+
+
+def test_an_input_changed_before_the_backward_is_an_error():
+    tensors, flags = kda()
+    o, _ = chunk_kda(**tensors, **flags)
+    with torch.no_grad():
+        tensors["v"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_inference_mode():
+    tensors, flags = kda(grad=False, sequences=(5, 7), T=12)
+    want = chunk_kda(**tensors, **flags)[0]
+    with torch.inference_mode():
+        got = chunk_kda(**{name: t.clone() for name, t in tensors.items()}, cu_seqlens=flags["cu_seqlens"].clone())[0]
+    assert torch.equal(got, want)
+
+
+def test_threads_agree():
+    tensors, flags = kda(T=10, grad=False)
+    want = chunk_kda(**tensors, **flags)[0]
+    results = []
+
+    def work():
+        for _ in range(5):
+            results.append(torch.equal(chunk_kda(**tensors, **flags)[0], want))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 20
+
+
+def run(code: str):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+
+
+def test_fork_after_import_and_use():
+    """As a data loader's workers are forked: the child computes what the parent does."""
+    done = run("""
+        import os, torch
+        torch.set_num_threads(1)
+        from small_inputs import kda
+        from kernel_fun.kda import chunk_kda
+        tensors, flags = kda(T=9, grad=False)
+        want = chunk_kda(**tensors, **flags)[0]
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(chunk_kda(**tensors, **flags)[0], want) else 7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_needs_no_gpu_and_starts_nothing():
+    """Both families import without triton's driver, without fla, and without touching CUDA."""
+    done = run("""
+        import sys
+        import kernel_fun.kda, kernel_fun.cconv, torch
+        assert "fla" not in sys.modules, "fla was imported"
+        assert not torch.cuda.is_initialized()
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_processes_of_data_parallel_training_stay_equal():
+    """DDP over gloo on two halves of a batch: the averaged gradient is that of the whole batch in one process."""
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("no gloo in this torch")
+    done = run("""
+        import os, tempfile, torch
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        from torch import nn
+        from kernel_fun.cconv import causal_conv1d
+        from kernel_fun.kda import chunk_kda
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.w = nn.Parameter(torch.randn(16, 4, dtype=torch.float64))
+                self.qkvg = nn.Linear(16, 64, dtype=torch.float64)
+                self.A_log = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+            def forward(self, x):
+                x, _ = causal_conv1d(x, self.w, activation="silu")
+                q, k, v, g = (t.unflatten(-1, (2, 8)) for t in self.qkvg(x).chunk(4, -1))
+                beta = x[..., :2].sigmoid()
+                o, _ = chunk_kda(q, k, v, g, beta, use_gate_in_kernel=True, A_log=self.A_log,
+                                 use_qk_l2norm_in_kernel=True)
+                return o.square().mean()
+
+        def data():
+            return torch.randn(4, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+        def work(rank, folder):
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/sync", rank=rank, world_size=2)
+            layer = nn.parallel.DistributedDataParallel(Layer())
+            layer(data()[2 * rank : 2 * rank + 2]).backward()
+            torch.save([p.grad for p in layer.parameters()], f"{folder}/{rank}.pt")
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            torch.set_num_threads(1)
+            with tempfile.TemporaryDirectory() as folder:
+                context = mp.get_context("fork")
+                workers = [context.Process(target=work, args=(rank, folder)) for rank in range(2)]
+                [w.start() for w in workers]
+                [w.join(100) for w in workers]
+                assert [w.exitcode for w in workers] == [0, 0]
+                whole = Layer()
+                whole(data()).backward()
+                for rank in range(2):
+                    for got, p in zip(torch.load(f"{folder}/{rank}.pt"), whole.parameters(), strict=True):
+                        assert torch.allclose(got, p.grad, rtol=1e-9, atol=1e-12)
+    """)
+    assert done.returncode == 0, done.stderr[-2000:]
