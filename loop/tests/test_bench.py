@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from loop import arms, bench, cases, check, inputs, rows, sources, verdict
+from loop import arms, bench, calls, cases, check, contract, inputs, results, rows, sources, verdict
+from loop.tests.pretend_gpu import PretendGpu
 
 CASE = cases.get("cconv", "tiny")
 
@@ -223,14 +224,80 @@ def test_bad_arguments(mode, case, message):
 
 
 def test_a_floor_that_is_broken_voids_the_time(arm_of, baseline_check, monkeypatch):
-    from loop import contract, results
-
     monkeypatch.setattr(
         results, "_floor", lambda family, case, mode: contract.Floor(bytes=10**12, flops=0, ms=238.0, bound="hbm")
     )
     (row,) = bench.bench("cconv", ["000"], CASE, "fwd", checks={"000": baseline_check}, blocks=1)
     assert row.status == "IMPLAUSIBLE"
     assert row.perf is None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """loop.bench's GPU path on a pretend device."""
+    device = PretendGpu()
+    for name, value in device.names().items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    make, eager = inputs.make, bench._eager
+    monkeypatch.setattr(arms, "on_gpu", lambda: True)
+    monkeypatch.setattr(results, "_floor", lambda family, case, mode: contract.Floor(100, 0, 1e-6, "hbm"))
+    monkeypatch.setattr(cases, "require_device", lambda case, device: None)
+    monkeypatch.setattr(inputs, "make", lambda case, seed, device: make(case, seed, "cpu"))
+    monkeypatch.setattr(bench, "_heat", lambda: None)
+    monkeypatch.setattr(bench, "_streams", {})
+    monkeypatch.setattr(bench.nvml, "sm_mhz", lambda: 1980)
+    monkeypatch.setattr(bench.nvml, "throttle", lambda: ("power cap",))
+    monkeypatch.setattr(arms, "witness", lambda arm, given, mode: {"kernel": 2})
+    monkeypatch.setattr(calls, "memory", lambda arm, given, mode: (5000, 2000))
+
+    def unit_of(lane):
+        unit = eager(lane)
+        device.bodies.append(unit)
+        return unit
+
+    monkeypatch.setattr(bench, "_eager", unit_of)
+    return device
+
+
+def cpu_arm(name="000"):
+    return dataclasses.replace(ON_CPU, name=name)
+
+
+ON_CPU = arms.make("cconv", "000") if not torch.cuda.is_available() else None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a real GPU")
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_the_gpus_path_replays_graphs_over_sets_past_the_l2(gpu, baseline_check, mode):
+    (row,) = bench.bench("cconv", [cpu_arm()], CASE, mode, checks={"000": baseline_check}, blocks=3)
+    assert row.status == "PASSED", row.reason
+    assert (row.perf.timer, row.perf.timer_note) == ("graph", "")
+    assert gpu.captures == 1
+    per_set = row.perf.input_bytes // row.perf.input_sets
+    assert per_set * (row.perf.input_sets - 1) < 3 * 20_000 <= row.perf.input_bytes
+    samples = 3 * 2  # blocks times the baseline and its A/A
+    reps = row.perf.calls_per_sample // row.perf.input_sets
+    assert gpu.replays == samples * (1 + reps) + 2  # one untimed before each sample; two to warm and estimate
+    assert len(gpu.sleeps) == samples
+    assert all(s >= bench.LAUNCH_S * bench.MAX_CLOCK_HZ for s in gpu.sleeps)
+    assert row.perf.sm_mhz == (1980,) * 3
+    assert row.perf.cycles_ratio == pytest.approx(row.perf.ratio)
+    assert row.perf.throttle == ("power cap",)
+    assert (row.perf.peak_bytes, row.perf.saved_bytes) == (5000, 2000)
+    assert row.perf.caller_ms > 0
+    assert row.launches == {"kernel": 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a real GPU")
+def test_one_arm_that_cannot_be_captured_keeps_all_of_them_eager(gpu, baseline_check):
+    gpu.refuse = "operation not permitted when stream is capturing"
+    outside = gpu.current
+    (row,) = bench.bench("cconv", [cpu_arm()], CASE, "fwd", checks={"000": baseline_check}, blocks=2)
+    assert row.status == "PASSED"
+    assert row.perf.timer == "eager"
+    assert row.perf.timer_note == "000 cannot be captured: operation not permitted when stream is capturing"
+    assert gpu.current is outside  # the failed capture's stream does not stay in place
+    assert gpu.replays == 0
 
 
 @pytest.mark.gpu
@@ -250,8 +317,6 @@ def test_on_a_gpu_arms_are_replayed_and_clocks_read():
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 def test_a_replayed_call_computes_what_an_eager_one_does(mode):
     """The captured graph of each mode writes the same gradients as an eager call on the same inputs."""
-    from loop import calls
-
     case = cases.get("cconv", "t2048")
     arm, given = arms.make("cconv", "000"), inputs.make(case, 0, "cuda")
     with torch.cuda.stream(bench._stream()):
