@@ -25,26 +25,35 @@ def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
     return [last[key] for key in sorted(last, key=lambda key: tuple(map(str, key)))]
 
 
-def is_stale(row: rows.Row) -> bool:
-    """Has the arm's own source changed since the row, or gone?"""
-    try:
-        return sources.arm(row.family, row.arm) != row.code_sha
-    except (registry.IdeaError, LookupError, ModuleNotFoundError):
-        return True
+def is_stale(row: rows.Row, current: dict | None = None) -> bool:
+    """Has the arm's own source changed since the row, or gone? `current` keeps the present hashes between calls."""
+    current, arm = {} if current is None else current, (row.family, row.arm)
+    if arm not in current:
+        try:
+            current[arm] = sources.arm(*arm)
+        except (registry.IdeaError, LookupError, ModuleNotFoundError):
+            current[arm] = None
+    return current[arm] != row.code_sha
 
 
-def entry(row: rows.Row) -> dict:
+def entry(row: rows.Row, current: dict | None = None) -> dict:
     """One object of `./ladder board --json`, from a row with a time."""
     named = {"family", "case", "mode", "arm", "baseline", "device", "row_id", "code_sha"}
-    return {key: is_stale(row) if key == "stale" else getattr(row if key in named else row.perf, key) for key in KEYS}
+    return {
+        key: is_stale(row, current) if key == "stale" else getattr(row if key in named else row.perf, key)
+        for key in KEYS
+    }
 
 
 def entries(found: Iterable[rows.Row] | None = None, families: Sequence[str] = registry.FAMILIES) -> list[dict]:
     """The leaderboard of the rows (default: all recorded ones): times only, fastest first within family, case and
     mode.
     """
-    listed = [entry(r) for r in newest(rows.read() if found is None else found) if r.perf and r.family in families]
-    return sorted(listed, key=lambda e: (e["family"], e["case"], e["mode"], e["device"], e["baseline"], -e["ratio"]))
+    current: dict = {}
+    listed = [
+        entry(r, current) for r in newest(rows.read() if found is None else found) if r.perf and r.family in families
+    ]
+    return sorted(listed, key=lambda e: (e["family"], e["device"], e["case"], e["mode"], e["baseline"], -e["ratio"]))
 
 
 def failures(found: Iterable[rows.Row], families: Sequence[str] = registry.FAMILIES) -> list[rows.Row]:

@@ -87,3 +87,13 @@ def test_tables_show_the_share_of_the_floor_and_the_failures(add_idea, capsys):
 def test_checks_and_runs_are_not_on_the_board(ladder_root):
     check = sealed(kind="check", mode=None, baseline=None, perf=None)
     assert board.newest([check]) == []
+
+
+def test_a_thousand_places_are_listed_quickly(add_idea):
+    import time
+
+    add_idea()
+    found = [make_row(case=f"c{i}", arm=a, row_id=f"{i}{a}") for i in range(250) for a in ("000", "ship", "005", "006")]
+    start = time.perf_counter()
+    assert len(board.entries(found)) == 1000
+    assert time.perf_counter() - start < 2.0
