@@ -57,11 +57,11 @@ KDA = (
     # no h0 with strong gates: its gradient is the few numbers that survive the first steps, too few for an error
     _tiny("tiny_strong", "gates 16 times stronger: a thousand log2 units a chunk", dist=_STRONG, ht=True),
     _tiny("tiny_mask", "a tenth of the gate entries at -1000", dist=Dist("randn", 1.0, mask=0.1), **_STATE),
-    _tiny("tiny_reset", "a tenth of the gate entries at -inf, where fla itself gives NaN", "tiny",
+    _tiny("tiny_reset", "a tenth of the gate entries at -inf, where fla itself gives NaN", "tiny full",
           dist=Dist("randn", 1.0, mask=0.1, mask_value=float("-inf")), ht=True),
     _tiny("tiny_weak", "decay of a thousandth a step: the state outlives the sequence", T=192,
           dist=Dist("randn", 1.0, strength=1e-3), **_STATE),
-    _tiny("tiny_persist", "nothing decays: rounding of a carried state adds up", "tiny", T=1024,
+    _tiny("tiny_persist", "nothing decays: rounding of a carried state adds up", "tiny full", T=1024,
           dist=Dist("randn", 0.04, strength=2e-5), **_STATE),
     _tiny("tiny_fp16", "fp16 tensors", dtype="fp16", dist=Dist(), **{**_TRAIN, "g_dtype": "fp16"}),
     _gpu("prod8192_gate", "the training call: softplus gate and norm in the kernel, fp32 beta up to 2",

@@ -129,6 +129,7 @@ class _Session:
 
     def _execute(self, body=None, band=None) -> dict:
         """One call of the arm, poisoned; raises when it wrote past a buffer of its own or of the inputs."""
+        self._sync()  # what an arm does on a stream of its own is `_check_stream`'s to show, not a race here
         with poison.Poison(body=body, band=band) as poisoned:
             outputs = inputs.run(self.arm.op, self.inputs, self.grad)
             self._sync()
@@ -249,6 +250,8 @@ class _Session:
             seen = {n: None if t is None else t.clone() for n, t in outputs.items()}
         torch.cuda.synchronize()
         different = self._differs(kept, seen)
+        del outputs, seen
+        torch.cuda.empty_cache()  # a side stream's memory serves no other
         if different:
             raise Rejected(Status.WRONG_STREAM, f"{different} did not wait for the values on the caller's stream")
         self.proofs["stream"] = "waits for the caller's stream"

@@ -3,6 +3,8 @@ differences'."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loop import cases, inputs, oracle
 
@@ -26,6 +28,40 @@ def apart(got, want):
 def test_token_by_token_and_chunked_agree_to_1e10(case):
     x = inputs.make(case, 11)
     assert apart(oracle.chunked(x), oracle.recurrent(x)) < 1e-10
+
+
+FLAGS = st.fixed_dictionaries(
+    {
+        "gate": st.sampled_from(["log", "softplus", "safe"]),
+        "l2norm": st.booleans(),
+        "beta_sigmoid": st.booleans(),
+        "h0": st.booleans(),
+        "ht": st.booleans(),
+        "H": st.integers(1, 2),
+        "K": st.integers(1, 9),
+        "V": st.integers(1, 9),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    FLAGS, st.integers(1, 3), st.lists(st.integers(0, 70), min_size=1, max_size=3), st.booleans(), st.integers(0, 99)
+)
+def test_the_two_forms_agree_for_any_flags_and_shapes(flags, group, lengths, neg, seed):
+    packed = len(lengths) > 1 and sum(lengths) > 0
+    shape = {"lengths": tuple(lengths), "T": sum(lengths)} if packed else {"B": 2, "T": lengths[0] + 1}
+    case = cases.KdaCase(
+        id="any",
+        HV=group * flags["H"],
+        neg_eigval=neg and flags["beta_sigmoid"],
+        why="",
+        tags=frozenset(),
+        **shape,
+        **flags,
+    )
+    x = inputs.make(case, seed)
+    assert apart(oracle.chunked(x), oracle.recurrent(x)) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["tiny_ragged", "tiny_state", "tiny"])
