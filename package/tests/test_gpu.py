@@ -163,6 +163,27 @@ def test_registered_flas_own_functions_launch_ours():
         kernel_fun.fla.unregister()
 
 
+def test_flas_own_layer_launches_ours():
+    kda_layer = pytest.importorskip("fla.layers.kda", reason="the extra `test` brings flash-linear-attention's layers")
+    need_kernels("kda")
+    need_kernels("cconv")
+    torch.manual_seed(0)
+    layer = kda_layer.KimiDeltaAttention(hidden_size=512, head_dim=128, num_heads=4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def work():
+        torch.autograd.grad(layer(x)[0].float().sum(), [x, *layer.parameters()])
+
+    kernel_fun.fla.register()
+    try:
+        found = launched(work)
+    finally:
+        kernel_fun.fla.unregister()
+    assert triton_names("kda") & found
+    assert triton_names("cconv") & found
+    assert not (triton_names("kda") | triton_names("cconv")) & launched(work)
+
+
 # ------------------------------------------------------------------------------------------------------------ fallback
 @pytest.mark.parametrize("how", ["switch", "chunk_size", "disable_recompute"])
 def test_kda_fallback_is_fla_to_the_bit(monkeypatch, how):

@@ -124,6 +124,26 @@ def test_flas_convolution_without_states_and_with_stride_0(door):
     assert rms(a, b) < 1e-12
 
 
+def test_flas_own_layer_runs_ours(door, caplog):
+    """KimiDeltaAttention of flash-linear-attention, as it is; only its output norm, a GPU kernel, is stood in for."""
+    kda_layer = pytest.importorskip("fla.layers.kda", reason="the extra `test` brings flash-linear-attention's layers")
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    layer = kda_layer.KimiDeltaAttention(hidden_size=32, head_dim=16, num_heads=2)
+
+    class Norm(torch.nn.Module):
+        def forward(self, x, gate):
+            return torch.nn.functional.rms_norm(x, x.shape[-1:]) * torch.sigmoid(gate)
+
+    layer.o_norm = Norm()
+    x = torch.randn(2, 70, 32, requires_grad=True)
+    layer(x)[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert x.grad.isfinite().all()
+    for operator in ("kda", "cconv"):
+        assert f"kernel-fun {operator}: engaged" in caplog.text
+
+
 def test_selected_under_torch_compile(door, default_kda):
     tensors, flags = kda(T=5, grad=False)
 
