@@ -13,7 +13,7 @@ import torch
 
 from kernel_fun._common import packed
 from kernel_fun._common.plan import make_step
-from kernel_fun._common.problem import CHUNK
+from kernel_fun._common.problem import CHUNK, INTERPRETER
 
 from . import compare, contract, inputs, poison
 from .cases import Case
@@ -38,15 +38,15 @@ class SpanError:
         return self.rel_rms <= self.budget
 
 
-def check_spans(module, case: Case, seed: int = 0, device="cpu") -> list[SpanError]:
-    """Errors of every tensor that the idea's spans write, in order of the chain.
+def check_spans(module, case: Case, seed: int = 0, device=None) -> list[SpanError]:
+    """Errors of every tensor that the idea's spans write, in order of the chain; on the GPU if there is one.
 
     Rejected when a span writes out of bounds or breaks the contract's shapes, dtypes or None. CheckError when the
     module is of another family or does not support the case."""
     if case.family != module.FAMILY:
         raise CheckError(f"the module is of family {module.FAMILY}, case {case.id} of {case.family}")
-    arch = torch.cuda.get_device_capability() if torch.device(device).type == "cuda" else (0, 0)
-    p = case.problem(arch)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    p = case.problem(torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETER)
     ok, reason = module.supports(p)
     if not ok:
         raise CheckError(f"the module does not support {case.id}: {reason}")

@@ -9,6 +9,12 @@ import torch
 from loop import cases, check, controls, inputs, measure, oracle, verdict
 from loop.verdict import CheckError, Status
 
+
+def gate(arm, case, *seeds, **options):
+    """The gate's own logic does not depend on the machine: always on the CPU, where wrong is cheap to study."""
+    return check.check(arm, case, *seeds, device="cpu", **options)
+
+
 TINY = cases.get("kda", "tiny")
 CONV = cases.get("cconv", "tiny")
 
@@ -30,12 +36,12 @@ class Bent:
 
 
 def status(bend, case=TINY, **kw):
-    return check.check(Bent(bend, case.family), case, **kw)
+    return gate(Bent(bend, case.family), case, **kw)
 
 
 @pytest.fixture(scope="module")
 def passed():
-    return check.check(controls.honest("kda"), TINY)
+    return gate(controls.honest("kda"), TINY)
 
 
 def test_a_pass_shows_its_evidence(passed):
@@ -55,36 +61,35 @@ def test_a_pass_shows_its_evidence(passed):
 
 
 def test_seeds_are_fresh_and_a_check_can_be_repeated(passed):
-    other = check.check(controls.honest("kda"), TINY)
+    other = gate(controls.honest("kda"), TINY)
     assert other.seeds != passed.seeds
-    again = check.check(controls.honest("kda"), TINY, passed.seeds)
+    again = gate(controls.honest("kda"), TINY, passed.seeds)
     assert again.errors == passed.errors
 
 
 @pytest.mark.parametrize("seeds", [1, 0, (3,), (3, 3)])
 def test_one_seed_is_not_enough(seeds):
     with pytest.raises(CheckError, match="at least two different seeds"):
-        check.check(controls.honest("kda"), TINY, seeds)
+        gate(controls.honest("kda"), TINY, seeds)
 
 
 def test_a_forward_alone():
-    result = check.check(controls.honest("kda"), TINY, grad=False)
+    result = gate(controls.honest("kda"), TINY, grad=False)
     assert result.ok
     assert set(result.errors) == {"o"}
 
 
 def test_wrong_families_and_cases_are_refused_in_one_line():
     with pytest.raises(CheckError, match="arm control:honest is of family kda, case tiny of cconv"):
-        check.check(controls.honest("kda"), CONV)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a GPU"):
-            check.check(controls.honest("kda"), cases.get("kda", "small"))
+        gate(controls.honest("kda"), CONV)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        gate(controls.honest("kda"), cases.get("kda", "small"))
 
 
 def test_the_arms_own_no_is_reported():
     arm = Bent(lambda o, ht: (o, ht))
     arm.supports = lambda case: (False, "needs K=128, got 64")
-    result = check.check(arm, TINY)
+    result = gate(arm, TINY)
     assert result.status is Status.UNSUPPORTED
     assert result.message == "needs K=128, got 64"
     assert result.token is None
@@ -151,13 +156,13 @@ def test_nan_that_was_computed_is_told_from_nan_that_was_found():
 
 
 def test_a_copied_gradient_may_be_the_incoming_one():
-    result = check.check(controls.honest("cconv"), cases.get("cconv", "tiny_residual"))
+    result = gate(controls.honest("cconv"), cases.get("cconv", "tiny_residual"))
     assert result.ok
     assert result.errors["dresidual"].rel_rms == 0
 
 
 def test_an_output_that_is_an_input_is_a_reuse():
-    found = check.check(Bent(lambda y, ht: (y, ht), "cconv"), cases.get("cconv", "tiny_linear"))
+    found = gate(Bent(lambda y, ht: (y, ht), "cconv"), cases.get("cconv", "tiny_linear"))
     assert found.ok
 
     class Alias(Bent):
@@ -174,7 +179,7 @@ def test_an_output_that_is_an_input_is_a_reuse():
         def backward(ctx, g):
             return g, None
 
-    assert check.check(Alias(None, "cconv"), CONV).status is Status.INPUT_MODIFIED
+    assert gate(Alias(None, "cconv"), CONV).status is Status.INPUT_MODIFIED
 
 
 # ------------------------------------------------------------------------------------------------------------ token
@@ -195,7 +200,7 @@ def test_the_token_is_of_this_arm_case_device_and_process(passed):
 
 def test_a_forward_check_does_not_cover_a_backward():
     arm = controls.honest("cconv")
-    token = check.check(arm, CONV, grad=False).token
+    token = gate(arm, CONV, grad=False).token
     verdict.require(token, arm, CONV, "cpu", grad=False)
     with pytest.raises(CheckError, match="another check"):
         verdict.require(token, arm, CONV, "cpu", grad=True)
@@ -214,13 +219,13 @@ def test_an_edit_after_the_check_is_noticed(passed):
 
 @pytest.mark.parametrize("case", [*cases.select("cconv", "tiny")], ids=lambda c: c.id)
 def test_the_reference_convolution_passes_every_tiny_case(case):
-    result = check.check(controls.honest("cconv"), case)
+    result = gate(controls.honest("cconv"), case)
     assert result.ok, f"{result}\n{result.detail}"
 
 
 @pytest.mark.parametrize("case", [*cases.select("kda", "tiny")], ids=lambda c: c.id)
 def test_the_reference_chain_passes_every_tiny_case(case):
-    result = check.check(controls.honest("kda"), case)
+    result = gate(controls.honest("kda"), case)
     assert result.ok, f"{result}\n{result.detail}"
 
 
@@ -236,7 +241,7 @@ def test_large_cases_are_judged_on_random_slices(monkeypatch):
     """The path of the production cases, on a small one whose tag is taken away."""
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
     monkeypatch.setattr(measure, "HEADS", 1)
-    result = check.check(controls.honest("kda"), case)
+    result = gate(controls.honest("kda"), case)
     assert result.ok
     assert result.proofs["heads"] == "2 of 4 at random"
 

@@ -43,7 +43,7 @@ def test_a_wrong_span_is_named_by_its_tensor(name, tensor):
 def test_what_lies_above_the_diagonal_of_Aqk_is_nobodys():
     def intra(*, q, k, gk, beta, p, cu_seqlens):
         found = reference.intra(q=q, k=k, gk=gk, beta=beta, p=p, cu_seqlens=cu_seqlens)
-        upper = torch.ones(64, 64).triu(1).bool().repeat(p.T // 64, 1)[None, :, None]
+        upper = torch.ones(64, 64, device=q.device).triu(1).bool().repeat(p.T // 64, 1)[None, :, None]
         return {**found, "Aqk": torch.where(upper, torch.nan, found["Aqk"])}
 
     assert all(e.ok for e in spans.check_spans(module(SPANS={"fwd.intra": intra}), cases.get("kda", "tiny_gate")))
