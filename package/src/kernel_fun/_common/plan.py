@@ -1,9 +1,11 @@
 """A plan: which function runs each stage of a family's chain, in order, and which tensors live how long.
 
-A family's chain is a list of named stages (`fwd.norm`, ..., `bwd.beta`) with the tensors each reads and writes. A `Step` is one function
-that stands for one stage or for several consecutive ones (its span). `make_plan` covers the chain with steps, prefers earlier candidates,
-and derives from the names alone what the forward must save for the backward and when a tensor can be dropped.
+A family's chain is a list of named stages (`fwd.norm`, ..., `bwd.beta`) with the tensors each reads and writes. A
+`Step` is one function that stands for one stage or for several consecutive ones (its span). `make_plan` covers the
+chain with steps, prefers earlier candidates, and derives from the names alone what the forward must save for the
+backward and when a tensor can be dropped.
 """
+
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps of both passes. `saved` names the tensors the forward keeps for the backward; `drops[i]` those dead after step i."""
+    """Steps of both passes. `saved`: what the forward keeps for the backward; `drops[i]`: what is dead after step i."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -89,7 +91,7 @@ def span_reads(span: Sequence[str], stages: Sequence[Stage]) -> tuple[str, ...]:
 
 
 def span_writes(span: Sequence[str], stages: Sequence[Stage], outputs: Iterable[str]) -> tuple[str, ...]:
-    """Tensors of the span that somebody outside wants: a later stage of the chain (before it is written again), or the caller."""
+    """Tensors of the span that are wanted outside: by a later stage (before it is written again), or the caller."""
     names = [stage.name for stage in stages]
     after = stages[names.index(span[-1]) + 1 :]
     writes = []
@@ -110,7 +112,9 @@ def span_writes(span: Sequence[str], stages: Sequence[Stage], outputs: Iterable[
     return tuple(wanted)
 
 
-def make_step(span: str, fn: Callable, stages: Sequence[Stage], outputs: Iterable[str], source: str, writes=None) -> Step:
+def make_step(
+    span: str, fn: Callable, stages: Sequence[Stage], outputs: Iterable[str], source: str, writes=None
+) -> Step:
     """A step from a function whose keyword-only arguments name the tensors it reads."""
     names = parse_span(span, stages)
     keywords = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -125,7 +129,7 @@ def make_step(span: str, fn: Callable, stages: Sequence[Stage], outputs: Iterabl
 
 
 def cover(stages: Sequence[Stage], preferred: Sequence[Step], base: Sequence[Step]) -> list[Step]:
-    """Steps for all stages, in order: the preferred ones where they do not overlap an earlier choice, base steps elsewhere."""
+    """Steps for all stages, in order: preferred ones that do not overlap an earlier choice, base steps elsewhere."""
     taken: dict[str, Step] = {}
     for step in preferred:
         if not any(name in taken for name in step.span):
@@ -144,9 +148,14 @@ def cover(stages: Sequence[Stage], preferred: Sequence[Step], base: Sequence[Ste
     return chosen
 
 
-def build(steps: Sequence[Step], inputs: Iterable[str], fwd_outputs: Iterable[str], bwd_inputs: Iterable[str],
-          bwd_outputs: Iterable[str]) -> Plan:
-    """Order, lifetimes and residuals of a covered chain. LookupError when a step reads what nothing before it provides."""
+def build(
+    steps: Sequence[Step],
+    inputs: Iterable[str],
+    fwd_outputs: Iterable[str],
+    bwd_inputs: Iterable[str],
+    bwd_outputs: Iterable[str],
+) -> Plan:
+    """Order, lifetimes and residuals of a covered chain. LookupError when a step reads what nothing provides."""
     forward = tuple(s for s in steps if s.span[0].startswith("fwd"))
     backward = tuple(s for s in steps if s.span[0].startswith("bwd"))
     backward = _prune(backward, set(bwd_outputs))
@@ -171,7 +180,7 @@ def build(steps: Sequence[Step], inputs: Iterable[str], fwd_outputs: Iterable[st
 
 
 def _prune(steps, wanted):
-    """Leave out steps whose every output nobody wants (fla's recompute of w and u, once a fused kernel no longer reads them)."""
+    """Leave out steps whose outputs nobody wants (the recompute of w and u, once no kernel reads them)."""
     kept = []
     for step in reversed(steps):
         if wanted.intersection(step.writes):
@@ -181,7 +190,7 @@ def _prune(steps, wanted):
 
 
 def _drops(steps, keep):
-    """Per step, the names that no later step reads: popped from the environment, so their memory is free for what follows."""
+    """Per step, the names that no later step reads: popped, so that their memory is free for what follows."""
     drops = []
     for i, step in enumerate(steps):
         later = set(keep).union(*(s.reads for s in steps[i + 1 :])) if i + 1 < len(steps) else set(keep)

@@ -1,13 +1,15 @@
 """A problem: everything about a call that decides which kernels run.
 
-Frozen and hashable, so that plans, compiled kernels and warm shapes can be kept per problem. A kernel's `supports(p)` and `run(..., p)`
-receive one; so do the harness's cases, floors and contracts. Nothing in here touches a tensor's values.
+Frozen and hashable, so that plans, compiled kernels and warm shapes can be kept per problem. A kernel's `supports(p)`
+and `run(..., p)` receive one; so do the harness's cases, floors and contracts. Nothing in here touches a tensor's
+values.
 """
+
 from dataclasses import dataclass
 
 import torch
 
-CHUNK = 64          # rows per chunk, everywhere in this package
+CHUNK = 64  # rows per chunk, everywhere in this package
 INTERPRETER = (0, 0)  # the `arch` of a problem whose kernels run in Triton's interpreter, on a CPU
 
 
@@ -21,14 +23,14 @@ class KdaProblem:
     HV: int
     K: int
     V: int
-    N: int                     # sequences: B when dense, len(cu_seqlens) - 1 when packed
-    NT: int                    # chunks of 64 rows over the whole call: B*ceil(T/64), or the sum over packed sequences
-    dtype: torch.dtype = torch.bfloat16        # of q, k, v and o
+    N: int  # sequences: B when dense, len(cu_seqlens) - 1 when packed
+    NT: int  # chunks of 64 rows over the whole call: B*ceil(T/64), or the sum over packed sequences
+    dtype: torch.dtype = torch.bfloat16  # of q, k, v and o
     g_dtype: torch.dtype = torch.float32
     beta_dtype: torch.dtype = torch.float32
-    gate: str = "log"          # "log": g is the log decay; "softplus", "safe": g is raw and activated in the kernel
-    lower_bound: float | None = None           # of the safe gate
-    safe_gate: bool = False    # the caller promises gates >= -5 a step
+    gate: str = "log"  # "log": g is the log decay; "softplus", "safe": g is raw and activated in the kernel
+    lower_bound: float | None = None  # of the safe gate
+    safe_gate: bool = False  # the caller promises gates >= -5 a step
     scale: float = 1.0
     l2norm: bool = False
     beta_sigmoid: bool = False
@@ -38,7 +40,7 @@ class KdaProblem:
     has_A_log: bool = False
     has_dt_bias: bool = False
     varlen: bool = False
-    arch: tuple[int, int] = INTERPRETER        # compute capability
+    arch: tuple[int, int] = INTERPRETER  # compute capability
 
     @property
     def chunks_per_row(self) -> int:
@@ -61,7 +63,7 @@ class ConvProblem:
     N: int
     dtype: torch.dtype = torch.bfloat16
     w_dtype: torch.dtype = torch.float32
-    activation: str | None = None              # None or "silu" ("swish" is the same function and arrives here as "silu")
+    activation: str | None = None  # None or "silu"; "swish" is the same function and arrives as "silu"
     has_bias: bool = False
     has_residual: bool = False
     has_h0: bool = False

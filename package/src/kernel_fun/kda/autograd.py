@@ -1,7 +1,9 @@
-"""The autograd Function behind `chunk_kda`: it runs a plan's forward, saves what the plan says, and runs the plan's backward.
+"""The autograd Function behind `chunk_kda`: runs a plan's forward, saves what it names, runs its backward.
 
-Which tensors are saved follows from the plan's names alone, so a promoted kernel that needs less makes the residuals smaller by itself.
+Which tensors are saved follows from the plan's names alone, so a promoted kernel that needs less makes the residuals
+smaller by itself.
 """
+
 import torch
 
 from .chain import INPUTS
@@ -12,7 +14,8 @@ class ChunkKDAFunction(torch.autograd.Function):
     def forward(ctx, plan, meta, q, k, v, g, beta, A_log, dt_bias, h0):
         env = dict(zip(INPUTS, (q, k, v, g, beta, A_log, dt_bias, h0), strict=True))
         env = plan.run_forward(env, meta)
-        ctx.save_for_backward(*(env[name] for name in plan.saved), meta["cu_seqlens"], meta["chunk_indices"], meta["chunk_offsets"])
+        packed = (meta["cu_seqlens"], meta["chunk_indices"], meta["chunk_offsets"])
+        ctx.save_for_backward(*(env[name] for name in plan.saved), *packed)
         ctx.plan, ctx.p = plan, meta["p"]
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (q, k, v, g, beta, A_log, dt_bias, h0))
         ctx.set_materialize_grads(False)
@@ -31,15 +34,32 @@ class ChunkKDAFunction(torch.autograd.Function):
         meta = {"p": p, "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets}
         env = plan.run_backward(env, meta)
         names = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
-        grads = [env[name] if env[name] is None or dtype is None else env[name].to(dtype)
-                 for name, dtype in zip(names, ctx.dtypes, strict=True)]
+        grads = [
+            env[name] if env[name] is None or dtype is None else env[name].to(dtype)
+            for name, dtype in zip(names, ctx.dtypes, strict=True)
+        ]
         return None, None, *grads
 
 
-def apply(plan, p, q, k, v, g, beta, A_log=None, dt_bias=None, h0=None, cu_seqlens=None, chunk_indices=None, chunk_offsets=None):
-    """Run `plan` on contiguous inputs shaped as in `KdaProblem`; returns (o [B,T,HV,V] in q's dtype, ht fp32 [N,HV,K,V] or None).
+def apply(
+    plan,
+    p,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log=None,
+    dt_bias=None,
+    h0=None,
+    cu_seqlens=None,
+    chunk_indices=None,
+    chunk_offsets=None,
+):
+    """Run `plan` on contiguous inputs shaped as in `KdaProblem`: (o [B,T,HV,V] in q's dtype, ht fp32 or None).
 
-    Differentiable in every tensor. `chunk_indices` [NT,2] (sequence, chunk within it) and `chunk_offsets` [N+1] go with `cu_seqlens`.
+    Differentiable in every tensor. `chunk_indices` [NT,2] (sequence, chunk within it) and `chunk_offsets` [N+1] go
+    with `cu_seqlens`.
     """
     meta = {"p": p, "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets}
     return ChunkKDAFunction.apply(plan, meta, q, k, v, g, beta, A_log, dt_bias, h0)

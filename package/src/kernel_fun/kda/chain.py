@@ -1,9 +1,11 @@
 """The KDA chain: its stages in order, and which function runs each one for a given problem.
 
-This table is the contract. Stage and tensor names are fla's own; shapes, units and formulas are in ALGORITHM.md. For every problem the plan
-takes, newest first, the promoted kernels in `stages/` that support it and do not overlap; all other stages are fla's, called one by one.
-On CPU tensors the same table runs on the plain-torch stages in `reference.py`.
+This table is the contract. Stage and tensor names are fla's own; shapes, units and formulas are in ALGORITHM.md. For
+every problem the plan takes, newest first, the promoted kernels in `stages/` that support it and do not overlap; all
+other stages are fla's, called one by one. On CPU tensors the same table runs on the plain-torch stages in
+`reference.py`.
 """
+
 from .._common import promoted
 from .._common.plan import Plan, Stage, build, cover, make_step
 from .._common.problem import KdaProblem
@@ -23,7 +25,11 @@ STAGES = (
     Stage("bwd.rescan", ("kg", "w", "u", "gk", "h0"), ("h", "v_new")),
     Stage("bwd.dAv", ("v_new", "do", "Aqk"), ("dAqk", "dv")),
     Stage("bwd.dhu", ("qg", "kg", "w", "gk", "h0", "dht", "do", "dv"), ("dh", "dh0", "dv")),
-    Stage("bwd.wy", ("q", "k", "v", "v_new", "gk", "beta", "Akk", "h", "do", "dh", "dv"), ("dq", "dk", "dv", "db", "dg", "dAkk")),
+    Stage(
+        "bwd.wy",
+        ("q", "k", "v", "v_new", "gk", "beta", "Akk", "h", "do", "dh", "dv"),
+        ("dq", "dk", "dv", "db", "dg", "dAkk"),
+    ),
     Stage("bwd.intra", ("q", "k", "gk", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg"), ("dq", "dk", "db", "dg")),
     Stage("bwd.gva", ("dq", "dk"), ("dq", "dk")),
     Stage("bwd.cumsum", ("dg",), ("dg",)),
@@ -62,7 +68,8 @@ def base_steps(p: KdaProblem, base: str) -> list:
 def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True) -> Plan:
     """Cover the chain for `p`: the `ideas` modules first, then the promoted kernels, then `base`'s stages.
 
-    `ideas` are kernel modules (FAMILY, SPANS, supports); one that does not support `p` raises NotImplementedError with its reason.
+    `ideas` are kernel modules (FAMILY, SPANS, supports); one that does not support `p` raises NotImplementedError with
+    its reason.
     """
     preferred = []
     for module in ideas:

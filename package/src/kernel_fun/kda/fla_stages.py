@@ -1,8 +1,9 @@
 """fla's own function for every stage of the chain, behind the chain's tensor names.
 
-These run the stages that no promoted kernel covers. Each is one fla call with the arguments fla's own chain gives it; `spans(p)` lists them.
-Needs a GPU: fla's kernels are Triton and its autotuner asks for a driver.
+These run the stages that no promoted kernel covers. Each is one fla call with the arguments fla's own chain gives it;
+`spans(p)` lists them. Needs a GPU: fla's kernels are Triton and its autotuner asks for a driver.
 """
+
 import torch
 
 from .._common.compat import if_taken
@@ -10,7 +11,7 @@ from .._common.problem import CHUNK, KdaProblem
 
 
 def spans(p: KdaProblem) -> dict:
-    """Span -> function. `fwd.intra..fwd.wy` is one fla call; the two parts alone are there for plans that replace the other part."""
+    """Span -> function. `fwd.intra..fwd.wy` is one fla call; each part alone is for plans that replace the other."""
     return {
         "fwd.norm": norm,
         "fwd.beta": beta_sigmoid,
@@ -35,7 +36,7 @@ def spans(p: KdaProblem) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------------ forward
+# ------------------------------------------------------------------------------------------------------------ forward
 def norm(*, q_raw, k_raw, p):
     if not p.l2norm:
         return {"q": q_raw, "k": k_raw, "q_rstd": None, "k_rstd": None}
@@ -75,8 +76,16 @@ def _intra(q, k, v, gk, beta, p, cu_seqlens, chunk_indices):
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
     return chunk_kda_fwd_intra(
-        q=q, k=k, v=v, gk=gk, beta=beta, scale=p.scale, cu_seqlens=cu_seqlens, chunk_size=CHUNK,
-        chunk_indices=chunk_indices, safe_gate=p.safe_gate,
+        q=q,
+        k=k,
+        v=v,
+        gk=gk,
+        beta=beta,
+        scale=p.scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=CHUNK,
+        chunk_indices=chunk_indices,
+        safe_gate=p.safe_gate,
     )
 
 
@@ -93,7 +102,15 @@ def intra(*, q, k, v, gk, beta, p, cu_seqlens, chunk_indices):
 def wy(*, k, v, beta, Akk, gk, cu_seqlens, chunk_indices):
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-    w, u, _, kg = recompute_w_u_fwd(k=k, v=v, beta=beta, A=Akk, gk=gk, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+    w, u, _, kg = recompute_w_u_fwd(
+        k=k,
+        v=v,
+        beta=beta,
+        A=Akk,
+        gk=gk,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+    )
     return {"w": w, "u": u, "kg": kg}
 
 
@@ -101,8 +118,15 @@ def scan(*, kg, w, u, gk, h0, p, cu_seqlens, chunk_indices, chunk_offsets):
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     h, v_new, ht = chunk_gated_delta_rule_fwd_h(
-        k=kg, w=w, u=u, gk=gk, initial_state=h0, output_final_state=p.output_final_state, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices, chunk_size=CHUNK,
+        k=kg,
+        w=w,
+        u=u,
+        gk=gk,
+        initial_state=h0,
+        output_final_state=p.output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+        chunk_size=CHUNK,
         **if_taken(chunk_gated_delta_rule_fwd_h, chunk_offsets=chunk_offsets),
     )
     return {"h": h, "v_new": v_new, "ht": ht}
@@ -112,17 +136,32 @@ def out(*, q, v_new, gk, Aqk, h, p, cu_seqlens, chunk_indices):
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 
     o = chunk_gla_fwd_o_gk(
-        q=q, v=v_new, g=gk, A=Aqk, h=h, scale=p.scale, cu_seqlens=cu_seqlens, chunk_size=CHUNK, chunk_indices=chunk_indices,
+        q=q,
+        v=v_new,
+        g=gk,
+        A=Aqk,
+        h=h,
+        scale=p.scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=CHUNK,
+        chunk_indices=chunk_indices,
     )
     return {"o": o}
 
 
-# ----------------------------------------------------------------------------------------------------------------- backward
+# ----------------------------------------------------------------------------------------------------------- backward
 def recompute(*, q, k, v, beta, Akk, gk, cu_seqlens, chunk_indices):
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
     w, u, qg, kg = recompute_w_u_fwd(
-        q=q, k=k, v=v, beta=beta, A=Akk, gk=gk, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        A=Akk,
+        gk=gk,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
     )
     return {"w": w, "u": u, "qg": qg, "kg": kg}
 
@@ -131,8 +170,15 @@ def rescan(*, kg, w, u, gk, h0, cu_seqlens, chunk_indices, chunk_offsets):
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     h, v_new, _ = chunk_gated_delta_rule_fwd_h(
-        k=kg, w=w, u=u, gk=gk, initial_state=h0, output_final_state=False, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices, chunk_size=CHUNK,
+        k=kg,
+        w=w,
+        u=u,
+        gk=gk,
+        initial_state=h0,
+        output_final_state=False,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+        chunk_size=CHUNK,
         **if_taken(chunk_gated_delta_rule_fwd_h, chunk_offsets=chunk_offsets),
     )
     return {"h": h, "v_new": v_new}
@@ -142,7 +188,15 @@ def dAv(*, q, k, v_new, do, Aqk, p, cu_seqlens, chunk_indices):
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
 
     dAqk, dv = chunk_kda_bwd_dAv(
-        q=q, k=k, v=v_new, do=do, A=Aqk, scale=p.scale, cu_seqlens=cu_seqlens, chunk_size=CHUNK, chunk_indices=chunk_indices,
+        q=q,
+        k=k,
+        v=v_new,
+        do=do,
+        A=Aqk,
+        scale=p.scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=CHUNK,
+        chunk_indices=chunk_indices,
     )
     return {"dAqk": dAqk, "dv": dv}
 
@@ -151,8 +205,19 @@ def dhu(*, qg, kg, w, gk, h0, dht, do, dv, p, cu_seqlens, chunk_indices, chunk_o
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
     dh, dh0, dv = chunk_gated_delta_rule_bwd_dhu(
-        q=qg, k=kg, w=w, gk=gk, h0=h0, dht=dht, do=do, dv=dv, scale=p.scale, cu_seqlens=cu_seqlens, chunk_size=CHUNK,
-        chunk_indices=chunk_indices, **if_taken(chunk_gated_delta_rule_bwd_dhu, chunk_offsets=chunk_offsets),
+        q=qg,
+        k=kg,
+        w=w,
+        gk=gk,
+        h0=h0,
+        dht=dht,
+        do=do,
+        dv=dv,
+        scale=p.scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=CHUNK,
+        chunk_indices=chunk_indices,
+        **if_taken(chunk_gated_delta_rule_bwd_dhu, chunk_offsets=chunk_offsets),
     )
     return {"dh": dh, "dh0": dh0, "dv": dv}
 
@@ -161,8 +226,21 @@ def bwd_wy(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
 
     dq, dk, dv, db, dg, dAkk = chunk_kda_bwd_wy_dqkg_fused(
-        q=q, k=k, v=v, v_new=v_new, g=gk, beta=beta, A=Akk, h=h, do=do, dh=dh, dv=dv, scale=p.scale, cu_seqlens=cu_seqlens,
-        chunk_size=CHUNK, chunk_indices=chunk_indices,
+        q=q,
+        k=k,
+        v=v,
+        v_new=v_new,
+        g=gk,
+        beta=beta,
+        A=Akk,
+        h=h,
+        do=do,
+        dh=dh,
+        dv=dv,
+        scale=p.scale,
+        cu_seqlens=cu_seqlens,
+        chunk_size=CHUNK,
+        chunk_indices=chunk_indices,
         **if_taken(chunk_kda_bwd_wy_dqkg_fused, chunk_offsets=chunk_offsets),
     )
     return {"dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg, "dAkk": dAkk}
@@ -172,8 +250,20 @@ def bwd_intra(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, p, cu_seqlens, chun
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
 
     dq, dk, db, dg = chunk_kda_bwd_intra(
-        q=q, k=k, g=gk, beta=beta, dAqk=dAqk, dAkk=dAkk, dq=dq, dk=dk, db=db, dg=dg, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices, chunk_size=CHUNK, safe_gate=p.safe_gate,
+        q=q,
+        k=k,
+        g=gk,
+        beta=beta,
+        dAqk=dAqk,
+        dAkk=dAkk,
+        dq=dq,
+        dk=dk,
+        db=db,
+        dg=dg,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+        chunk_size=CHUNK,
+        safe_gate=p.safe_gate,
     )
     return {"dq": dq, "dk": dk, "db": db, "dg": dg}
 
@@ -189,7 +279,8 @@ def gva(*, dq, dk, p):
 def reverse_cumsum(*, dg, cu_seqlens, chunk_indices):
     from fla.ops.utils import chunk_local_cumsum
 
-    return {"dg": chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)}
+    where = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    return {"dg": chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **where)}
 
 
 def gate_bwd(*, g_raw, A_log, dt_bias, dg, p):

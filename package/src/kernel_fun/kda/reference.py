@@ -1,19 +1,22 @@
-"""Every stage of the KDA chain in plain torch: the definition that kernels are checked against, and the path CPU tensors take.
+"""Every stage of the KDA chain in plain torch: the definition that kernels are checked against, and the path CPU
+tensors take.
 
-Each function stands for one stage, under the chain's tensor names. It computes in float64 when the problem's dtype is float64 and in
-float32 otherwise, and returns each tensor in its contract's dtype (so a bf16 problem is rounded where the kernels round). Any gate is
-exact: every exponent is a difference gk[r] - gk[s] with r >= s, one column s at a time, and nothing is factored.
+Each function stands for one stage, under the chain's tensor names. It computes in float64 when the problem's dtype is
+float64 and in float32 otherwise, and returns each tensor in its contract's dtype (so a bf16 problem is rounded where
+the kernels round). Any gate is exact: every exponent is a difference gk[r] - gk[s] with r >= s, one column s at a
+time, and nothing is factored.
 
-Layout inside: `pack` gathers the rows of every chunk to [NT, HV, 64, D], zero beyond a sequence's end, so dense, ragged and packed calls
-are one path; `unpack` scatters back to [B, T, HV, D].
+Layout inside: `pack` gathers the rows of every chunk to [NT, HV, 64, D], zero beyond a sequence's end, so dense,
+ragged and packed calls are one path; `unpack` scatters back to [B, T, HV, D].
 """
+
 import torch
 import torch.nn.functional as F
 
 from .._common.problem import CHUNK, KdaProblem
 
 LOG2_E = 1.4426950408889634
-MIN_STEP = -1000.0   # log2 units: a step decay below 2^-1000 is 0 in every precision; keeps -inf gates out of differences
+MIN_STEP = -1000.0  # log2 units: a step decay below 2^-1000 is 0 in every precision; keeps -inf out of differences
 
 
 def spans(p: KdaProblem) -> dict:
@@ -21,7 +24,7 @@ def spans(p: KdaProblem) -> dict:
     return dict(STAGES, **({"bwd.regate": keep_gk, "bwd.gate": no_gate_bwd} if p.gate == "log" else {}))
 
 
-# ---------------------------------------------------------------------------------------------------------------- layout
+# ------------------------------------------------------------------------------------------------------------- layout
 def acc_dtype(p: KdaProblem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
@@ -79,14 +82,17 @@ def _last(gk):
     return gk[..., -1:, :]
 
 
-# --------------------------------------------------------------------------------------------------------------- forward
+# ------------------------------------------------------------------------------------------------------------ forward
 def norm(*, q_raw, k_raw, p):
     if not p.l2norm:
         return {"q": q_raw, "k": k_raw, "q_rstd": None, "k_rstd": None}
     q, k = q_raw.to(acc_dtype(p)), k_raw.to(acc_dtype(p))
     q_rstd, k_rstd = (torch.rsqrt((x * x).sum(-1) + 1e-6) for x in (q, k))
     return {
-        "q": (q * q_rstd[..., None]).to(p.dtype), "k": (k * k_rstd[..., None]).to(p.dtype), "q_rstd": q_rstd, "k_rstd": k_rstd,
+        "q": (q * q_rstd[..., None]).to(p.dtype),
+        "k": (k * k_rstd[..., None]).to(p.dtype),
+        "q_rstd": q_rstd,
+        "k_rstd": k_rstd,
     }
 
 
@@ -163,10 +169,11 @@ def out(*, q, v_new, gk, Aqk, h, p, cu_seqlens):
     return {"o": unpack(p.scale * qg @ _flat_states(h, p) + A.tril() @ vn, p, cu_seqlens).to(p.dtype)}
 
 
-# -------------------------------------------------------------------------------------------------------------- backward
+# ----------------------------------------------------------------------------------------------------------- backward
 def recompute(*, q, k, v, beta, Akk, gk, p, cu_seqlens):
     qg = pack(q, p, cu_seqlens) * torch.exp2(_packed_gk(gk, p, cu_seqlens))
-    return {**wy(k=k, v=v, beta=beta, Akk=Akk, gk=gk, p=p, cu_seqlens=cu_seqlens), "qg": unpack(qg, p, cu_seqlens).to(p.dtype)}
+    out = wy(k=k, v=v, beta=beta, Akk=Akk, gk=gk, p=p, cu_seqlens=cu_seqlens)
+    return {**out, "qg": unpack(qg, p, cu_seqlens).to(p.dtype)}
 
 
 def rescan(*, kg, w, u, gk, h0, p, cu_seqlens):
@@ -177,7 +184,8 @@ def rescan(*, kg, w, u, gk, h0, p, cu_seqlens):
 def dAv(*, v_new, do, Aqk, p, cu_seqlens):
     vn, do, A = (pack(x, p, cu_seqlens) for x in (v_new, do, Aqk))
     return {
-        "dAqk": unpack((p.scale * do @ vn.mT).tril(), p, cu_seqlens), "dv": unpack(A.tril().mT @ do, p, cu_seqlens).to(p.dtype),
+        "dAqk": unpack((p.scale * do @ vn.mT).tril(), p, cu_seqlens),
+        "dv": unpack(A.tril().mT @ do, p, cu_seqlens).to(p.dtype),
     }
 
 
@@ -198,11 +206,11 @@ def bwd_wy(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens):
     q, k, v, vn, A, do, dv = (pack(x, p, cu_seqlens) for x in (q, k, v, v_new, Akk, do, dv))
     gk, b = _packed_gk(gk, p, cu_seqlens), _beta(beta, p, cu_seqlens)
     h, dh = _flat_states(h, p), _flat_states(dh, p)
-    grow, shrink = torch.exp2(gk), torch.exp2(_last(gk) - gk)      # 2^gk, 2^(G - gk)
+    grow, shrink = torch.exp2(gk), torch.exp2(_last(gk) - gk)  # 2^gk, 2^(G - gk)
     dw = -dv @ h.mT
-    dkb, dvb = A.mT @ dw, A.mT @ dv                                # gradients of beta*kb and of beta*v
+    dkb, dvb = A.mT @ dw, A.mT @ dv  # gradients of beta*kb and of beta*v
     dq = p.scale * grow * (do @ h.mT)
-    dk_up, dk_down = b * grow * dkb, shrink * (vn @ dh.mT)         # k inside w, k inside kg
+    dk_up, dk_down = b * grow * dkb, shrink * (vn @ dh.mT)  # k inside w, k inside kg
     db = (dkb * grow * k).sum(-1, keepdim=True) + (dvb * v).sum(-1, keepdim=True)
     dA = dw @ (b * grow * k).mT + dv @ (b * v).mT
     dAkk = -(A.mT @ dA @ A.mT).tril(-1)
@@ -227,7 +235,7 @@ def bwd_intra(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, p, cu_seqlens):
     q, k, da, dl = (pack(x, p, cu_seqlens) for x in (q, k, dAqk, dAkk))
     gk, b = _packed_gk(gk, p, cu_seqlens), _beta(beta, p, cu_seqlens)
     dq2, z, dk2, dg2 = (torch.zeros_like(q) for _ in range(4))
-    diag = torch.diagonal(da, dim1=-2, dim2=-1)[..., None]         # the pair r = s carries no gate and stays out of dg
+    diag = torch.diagonal(da, dim1=-2, dim2=-1)[..., None]  # the pair r = s carries no gate and stays out of dg
     for s in range(CHUNK - 1):
         r = slice(s + 1, CHUNK)
         decay = torch.exp2(gk[..., r, :] - gk[..., s : s + 1, :])
@@ -293,8 +301,23 @@ def beta_bwd(*, beta_raw, beta, db, p):
 
 
 STAGES = {
-    "fwd.norm": norm, "fwd.beta": beta_sigmoid, "fwd.gate": gate, "fwd.intra": intra, "fwd.wy": wy, "fwd.scan": scan, "fwd.out": out,
-    "bwd.regate": gate, "bwd.recompute": recompute, "bwd.rescan": rescan, "bwd.dAv": dAv, "bwd.dhu": dhu, "bwd.wy": bwd_wy,
-    "bwd.intra": bwd_intra, "bwd.gva": gva, "bwd.cumsum": reverse_cumsum, "bwd.gate": gate_bwd, "bwd.norm": norm_bwd,
+    "fwd.norm": norm,
+    "fwd.beta": beta_sigmoid,
+    "fwd.gate": gate,
+    "fwd.intra": intra,
+    "fwd.wy": wy,
+    "fwd.scan": scan,
+    "fwd.out": out,
+    "bwd.regate": gate,
+    "bwd.recompute": recompute,
+    "bwd.rescan": rescan,
+    "bwd.dAv": dAv,
+    "bwd.dhu": dhu,
+    "bwd.wy": bwd_wy,
+    "bwd.intra": bwd_intra,
+    "bwd.gva": gva,
+    "bwd.cumsum": reverse_cumsum,
+    "bwd.gate": gate_bwd,
+    "bwd.norm": norm_bwd,
     "bwd.beta": beta_bwd,
 }

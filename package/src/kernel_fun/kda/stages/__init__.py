@@ -1,1 +1,1 @@
-"""Promoted kernels, each byte-identical to the idea it came from (see ../_provenance.py). Do not edit: change the idea and promote it."""
+"""Promoted kernels, byte-identical to their ideas (see ../_provenance.py). Change and promote the idea, not these."""
