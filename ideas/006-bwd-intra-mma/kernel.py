@@ -10,23 +10,25 @@ Why it should be faster: fla gives every 16 x 32 tile its own program: 14.8 ms f
     chunk, about 1 ms.
 Constraints: sm_90, K = 128, bf16 q and k. Any gate, any T, packed sequences, GVA.
 """
+
 import functools
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from kernel_fun._common.problem import CHUNK
 
 FAMILY = "kda"
-K = 128                  # key dimension
-COLS = 16                # columns a warp holds at a time; a thread has 4 consecutive ones in two rows
-SLABS = 4                # of COLS columns for each of the two column halves: 8 warps = 4 row blocks x 2 column halves
+K = 128  # key dimension
+COLS = 16  # columns a warp holds at a time; a thread has 4 consecutive ones in two rows
+SLABS = 4  # of COLS columns for each of the two column halves: 8 warps = 4 row blocks x 2 column halves
 THREADS = 256
-TILE = 16 * 48           # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
-EXCHANGE = 12 * TILE     # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
-STASH = 64 * K * 4       # fp32 dq or dk, until the row dots for the norm are known
-FRAGS = 13 * 128 * 16    # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 for smaller n; the column halves share them
+TILE = 16 * 48  # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
+EXCHANGE = 12 * TILE  # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
+STASH = 64 * K * 4  # fp32 dq or dk, until the row dots for the norm are known
+FRAGS = (
+    13 * 128 * 16
+)  # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 for smaller n; the column halves share them
 SMEM = 2 * EXCHANGE + FRAGS + 2 * STASH + 2 * 4 * COLS * 4 + 2 * 3 * 64 * 4
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
@@ -38,19 +40,27 @@ _ptx = cute.arch.inline_ptx
 def _load(kind, n, dtype, base, i, size):
     regs = ", ".join(f"{{$w{x}}}" for x in range(n))
     regs, vec = (f"{{{regs}}}", f".v{n}") if n > 1 else (regs, "")
-    return _ptx(f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; ld.global{vec}.{kind} {regs}, [a]; }}",
-                write_only_types=[dtype] * n, read_only_args=[base, i])
+    return _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; ld.global{vec}.{kind} {regs}, [a]; }}",
+        write_only_types=[dtype] * n,
+        read_only_args=[base, i],
+    )
 
 
 def _store(kind, base, i, size, *x):
     regs = ", ".join(f"{{$r{j + 2}}}" for j in range(len(x)))
     regs, vec = (f"{{{regs}}}", f".v{len(x)}") if len(x) > 1 else (regs, "")
-    _ptx(f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; st.global{vec}.{kind} [a], {regs}; }}",
-         read_only_args=[base, i, *x])
+    _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; st.global{vec}.{kind} [a], {regs}; }}",
+        read_only_args=[base, i, *x],
+    )
 
 
 def _prefetch(base, i, size):
-    _ptx(f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; prefetch.global.L2 [a]; }}", read_only_args=[base, i])
+    _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; prefetch.global.L2 [a]; }}",
+        read_only_args=[base, i],
+    )
 
 
 def _ld4(base, i):
@@ -93,11 +103,15 @@ def _sts_frag(addr, x):
 
 
 def _lds_frag(addr):
-    return _ptx("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[addr])
+    return _ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[addr]
+    )
 
 
 def _lds4(addr):
-    return _ptx("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[addr])
+    return _ptx(
+        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[addr]
+    )
 
 
 def _pack(lo, hi):
@@ -114,13 +128,20 @@ def _unpack(x):
 
 def _decay(a, b):
     """2^-|a - b|: the one exponential of the kernel, never above 1."""
-    return _ptx("{ .reg .f32 d; sub.f32 d, {$r0}, {$r1}; abs.f32 d, d; neg.f32 d, d; ex2.approx.ftz.f32 {$w0}, d; }",
-                write_only_types=[Float32], read_only_args=[a, b])
+    return _ptx(
+        "{ .reg .f32 d; sub.f32 d, {$r0}, {$r1}; abs.f32 d, d; neg.f32 d, d; ex2.approx.ftz.f32 {$w0}, d; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
+    )
 
 
 def _decay_exponent(x):
     """-|x| in log2 units."""
-    return _ptx("{ .reg .f32 d; abs.f32 d, {$r0}; mul.f32 {$w0}, d, 0fBFB8AA3B; }", write_only_types=[Float32], read_only_args=[x])
+    return _ptx(
+        "{ .reg .f32 d; abs.f32 d, {$r0}; mul.f32 {$w0}, d, 0fBFB8AA3B; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
 
 
 def _ex2(x):
@@ -137,8 +158,11 @@ def _rcp(x):
 
 def _pick(flag, a, b):
     """a where the integer flag is not 0, else b."""
-    return _ptx("{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }", write_only_types=[Float32],
-                read_only_args=[flag, a, b])
+    return _ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[flag, a, b],
+    )
 
 
 def _transpose(x):
@@ -150,20 +174,29 @@ def _mma16(c, a, b):
     """c += a b with a [16,16], b [16,8] in bf16, c [16,8] in fp32."""
     return _ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
-        "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};", write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
+        "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
 
 
 def _mma8(c, a, b):
     """c += a b with a [16,8], b [8,8] in bf16, c [16,8] in fp32."""
     return _ptx(
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}}, {{$r2}}, "
-        "{{$r3}, {$r4}, {$r5}, {$r6}};", write_only_types=[Float32] * 4, read_only_args=[*a, b, *c])
+        "{{$r3}, {$r4}, {$r5}, {$r6}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b, *c],
+    )
 
 
 def _ldmatrix(addr):
     """B fragments of a [16 rows, 16 columns] tile: two for each block of 8 columns."""
-    return _ptx("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                write_only_types=[Uint32] * 4, read_only_args=[addr])
+    return _ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[addr],
+    )
 
 
 def _zeros(n):
@@ -186,8 +219,10 @@ def _toward(flag, block):
     """The block itself for a target warp, its transpose for a source warp."""
     a0, a1, a2, a3 = block
     keep = Uint32(0) - Uint32(flag)
-    mixed = [(x & keep) | (y & ~keep) for x, y in zip(block, (_transpose(a0), _transpose(a2), _transpose(a1), _transpose(a3)),
-                                                      strict=True)]
+    mixed = [
+        (x & keep) | (y & ~keep)
+        for x, y in zip(block, (_transpose(a0), _transpose(a2), _transpose(a1), _transpose(a3)), strict=True)
+    ]
     return mixed
 
 
@@ -235,7 +270,7 @@ def _gate_bwd(cfg, x, dy, rate, lower_bound):
     """Gradient at four raw gates (bias added) from dy at the log gates, and their share of dA_log."""
     dx, da = [], Float32(0.0)
     for v, d in zip(x, dy, strict=True):
-        if cfg.gate == "softplus":                     # sigmoid and softplus from one exponential of -|v|
+        if cfg.gate == "softplus":  # sigmoid and softplus from one exponential of -|v|
             t = _ex2(_decay_exponent(v))
             inv = _rcp(1.0 + t)
             positive = Int32(v > 0.0)
@@ -261,17 +296,40 @@ def _finish(cfg, aOut, iG, aIn, iQ, stash, rstd, dot):
 
 @cute.kernel
 def _kernel(
-    mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mDAqk: cute.Tensor, mDAkk: cute.Tensor,
-    mDq: cute.Tensor, mDk: cute.Tensor, mDb: cute.Tensor, mDg: cute.Tensor, mGraw: cute.Tensor, mAlog: cute.Tensor,
-    mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor,
-    oDq: cute.Tensor, oDk: cute.Tensor, oDg: cute.Tensor, oDb: cute.Tensor, oDA: cute.Tensor, oDbias: cute.Tensor,
-    mCu: cute.Tensor, mChunks: cute.Tensor, T: Int32, H: Int32, HV: Int32, lower_bound: Float32, beta_scale: Float32,
+    mQ: cute.Tensor,
+    mK: cute.Tensor,
+    mGk: cute.Tensor,
+    mBeta: cute.Tensor,
+    mDAqk: cute.Tensor,
+    mDAkk: cute.Tensor,
+    mDq: cute.Tensor,
+    mDk: cute.Tensor,
+    mDb: cute.Tensor,
+    mDg: cute.Tensor,
+    mGraw: cute.Tensor,
+    mAlog: cute.Tensor,
+    mBias: cute.Tensor,
+    mQr: cute.Tensor,
+    mKr: cute.Tensor,
+    oDq: cute.Tensor,
+    oDk: cute.Tensor,
+    oDg: cute.Tensor,
+    oDb: cute.Tensor,
+    oDA: cute.Tensor,
+    oDbias: cute.Tensor,
+    mCu: cute.Tensor,
+    mChunks: cute.Tensor,
+    T: Int32,
+    H: Int32,
+    HV: Int32,
+    lower_bound: Float32,
+    beta_scale: Float32,
     cfg: cutlass.Constexpr,
 ):
     tid, _, _ = cute.arch.thread_idx()
     pid, _, _ = cute.arch.block_idx()
     lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-    w, half = warp % 4, warp // 4                      # row block, column half
+    w, half = warp % 4, warp // 4  # row block, column half
     r, lc = lane // 4, lane % 4
     c = lc * 2
     chunk, hv = pid // HV, pid % HV
@@ -297,7 +355,7 @@ def _kernel(
     aDA, aE = mDAqk.iterator.toint() + head * 256, mDAkk.iterator.toint() + head * 256
     aOg = oDg.iterator.toint() + head * (K * cfg.g_bytes)
     sQ, sG, sA = H * K, HV * K, HV * 64
-    col0 = half * 64 + lc * 4                          # the thread's first column in slab 0
+    col0 = half * 64 + lc * 4  # the thread's first column in slab 0
 
     smem = cute.arch.alloc_smem(Uint32, SMEM // 4, 16).toint()
     s_exchange = smem + half * EXCHANGE
@@ -310,7 +368,7 @@ def _kernel(
     low = _strict_lower(r, c)
     row0 = w * 16
     D, E = _block(aDA, sA, row0, row0, r, c, n_t), _block(aE, sA, row0, row0, r, c, n_t)
-    d_diag = []                                        # dAqk[r,r], for the two rows
+    d_diag = []  # dAqk[r,r], for the two rows
     for dr in range_constexpr(2):
         diag = cutlass.min(row0 + r + 8 * dr, n_t - 1)
         d_diag.append(_load("f32", 1, Float32, aDA, diag * sA + diag, 4))
@@ -318,16 +376,16 @@ def _kernel(
     Dt0, Dt3 = _transpose(D0), _transpose(D3)
     Es0, Es3 = E0 | _transpose(E0), E3 | _transpose(E3)
     zero = Uint32(0)
-    for i in range_constexpr(3):                       # n = 1, 2, 4: the two 8x8 blocks on the diagonal
+    for i in range_constexpr(3):  # n = 1, 2, 4: the two 8x8 blocks on the diagonal
         mask = _level_mask(r, c, i)
         for slot, (x_d, x_e, x_t) in enumerate(((D0, Es0, Dt0), (D3, Es3, Dt3))):
             _sts_frag(s_frag + (6 + 2 * i + slot) * 2048, (x_d & mask, x_e & mask, zero, x_t & mask))
-    _sts_frag(s_frag + 12 * 2048, (D[1], E[1], _transpose(E[1]), _transpose(D[1])))        # n = 8
-    odd, top = w % 2, w // 2                           # is this warp a target at n = 16, at n = 32
-    hi16, lo16 = w | 1, w & 2                          # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
+    _sts_frag(s_frag + 12 * 2048, (D[1], E[1], _transpose(E[1]), _transpose(D[1])))  # n = 8
+    odd, top = w % 2, w // 2  # is this warp a target at n = 16, at n = 32
+    hi16, lo16 = w | 1, w & 2  # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
     for slot, a in enumerate((aDA, aE)):
         _sts_frag(s_frag + slot * 2048, _toward(odd, _block(a, sA, hi16 * 16, lo16 * 16, r, c, n_t)))
-        for i in range_constexpr(2):                   # partners 0, 1 for target warps, 2, 3 for source warps
+        for i in range_constexpr(2):  # partners 0, 1 for target warps, 2, 3 for source warps
             row = (top * w + (1 - top) * (2 + i)) * 16
             col = (top * i + (1 - top) * w) * 16
             _sts_frag(s_frag + (2 + 2 * i + slot) * 2048, _toward(top, _block(a, sA, row, col, r, c, n_t)))
@@ -340,7 +398,7 @@ def _kernel(
     for i in range_constexpr(2):
         b = Float32(mBeta[head + Int64(at[i]) * HV])
         beta.append(_pick(Int32(live[i]), b, Float32(0.0)))
-    ld_lane = (lane % 8 + (lane // 8) % 2 * 8) * 48 + lane // 16 * 16    # ldmatrix row address of this lane in a tile
+    ld_lane = (lane % 8 + (lane // 8) % 2 * 8) * 48 + lane // 16 * 16  # ldmatrix row address of this lane in a tile
     st_lane = r * 48 + lc * 4
 
     db0, db1, qd0, qd1, kd0, kd1 = _zeros(6)
@@ -368,7 +426,14 @@ def _kernel(
         cute.arch.sync_warp()
         # the next slab on its way to L2
         for i in range_constexpr(2):
-            for base, at_i, size in ((aQ, iQ[i], 2), (aK, iQ[i], 2), (aG, iG[i], 4), (aDq, iG[i], 4), (aDk, iG[i], 4), (aDg, iG[i], 4)):
+            for base, at_i, size in (
+                (aQ, iQ[i], 2),
+                (aK, iQ[i], 2),
+                (aG, iG[i], 4),
+                (aDq, iG[i], 4),
+                (aDk, iG[i], 4),
+                (aDg, iG[i], 4),
+            ):
                 _prefetch(base, at_i + COLS, size)
 
         # ---------------------------------------------------------------- operands for other warps: n = 16 and 32
@@ -390,7 +455,7 @@ def _kernel(
             n = 1 << i
             gm = []
             for j in range_constexpr(2):
-                m = ((r + 8 * j) | (2 * n - 1)) - n    # of the warp's 16 rows
+                m = ((r + 8 * j) | (2 * n - 1)) - n  # of the warp's 16 rows
                 gm.append(_lds4(s_gk + (m // 8 * THREADS + m % 8 * 4) * 16))
             if const_expr(n < 8):
                 flag = (r // n) % 2
@@ -411,7 +476,10 @@ def _kernel(
                     x, z = [lo[0], lo[1], hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 else:
                     d1, e1, e1t, d1t = frag[0]
-                    lo, hi = _mma16(_zeros(4), (zero, e1t, zero, d1t), (kb[1], qb[1])), _mma8(_zeros(4), (d1, e1), kb[0])
+                    lo, hi = (
+                        _mma16(_zeros(4), (zero, e1t, zero, d1t), (kb[1], qb[1])),
+                        _mma8(_zeros(4), (d1, e1), kb[0]),
+                    )
                     x, z = [Float32(0.0), Float32(0.0), hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 _update(acc[jj], db, f, kf, qx, kx, x, z, bt, source, target)
 
@@ -441,7 +509,7 @@ def _kernel(
                 _update(acc[jj], db, f, kf, qx, kx, x, zz, bt, [negative, negative], [target, target])
 
         # ---------------------------------------------------------------- add what came in; row dots; stash for the norm
-        cute.arch.sync_warp()                          # all lanes are done with gk in the stash
+        cute.arch.sync_warp()  # all lanes are done with gk in the stash
         for i in range_constexpr(2):
             live_f = _pick(Int32(live[i]), one, Float32(0.0))
             xq, xk, xg = _ld4(aDq, iG[i]), _ld4(aDk, iG[i]), _ld4(aDg, iG[i])
@@ -462,7 +530,7 @@ def _kernel(
             _sts4(s_stash + STASH + (s * 2 + i) * (THREADS * 16), yk)
 
         # ---------------------------------------------------------------- suffix sum of dg over the chunk's rows
-        dg = [[acc[jj][2][2 * i + e] for jj in range(2) for e in range(2)] for i in range(2)]     # [row][column]
+        dg = [[acc[jj][2][2 * i + e] for jj in range(2) for e in range(2)] for i in range(2)]  # [row][column]
         for i in (1, 0):
             for e in range_constexpr(4):
                 x = dg[i][e]
@@ -497,7 +565,9 @@ def _kernel(
                 else:
                     x = _ld4(aX, iG[i])
                 live_f = _pick(Int32(live[i]), one, Float32(0.0))
-                y, da = _gate_bwd(cfg, [x[e] + bias[e] for e in range(4)], [y[e] * live_f for e in range(4)], rate, lower_bound)
+                y, da = _gate_bwd(
+                    cfg, [x[e] + bias[e] for e in range(4)], [y[e] * live_f for e in range(4)], rate, lower_bound
+                )
                 dA = dA + da
                 dbias = [dbias[e] + y[e] for e in range(4)]
             if live[i]:
@@ -556,29 +626,87 @@ class _Config:
     def __init__(self, varlen, gate, l2norm, beta_sigmoid, has_A, has_bias, g_bytes, grouped):
         self.varlen, self.gate, self.l2norm, self.beta_sigmoid = varlen, gate, l2norm, beta_sigmoid
         self.has_A, self.has_bias, self.g_bytes = has_A, has_bias, g_bytes
-        self.dq_bytes = 4 if grouped else 2            # grouped heads are summed in fp32 afterwards
+        self.dq_bytes = 4 if grouped else 2  # grouped heads are summed in fp32 afterwards
 
 
 def _launcher(cfg):
     @cute.jit
     def launch(
-        mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mDAqk: cute.Tensor, mDAkk: cute.Tensor,
-        mDq: cute.Tensor, mDk: cute.Tensor, mDb: cute.Tensor, mDg: cute.Tensor, mGraw: cute.Tensor, mAlog: cute.Tensor,
-        mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor,
-        oDq: cute.Tensor, oDk: cute.Tensor, oDg: cute.Tensor, oDb: cute.Tensor, oDA: cute.Tensor, oDbias: cute.Tensor,
-        mCu: cute.Tensor, mChunks: cute.Tensor, T: Int32, H: Int32, HV: Int32, lower_bound: Float32, beta_scale: Float32,
-        grid: Int32, stream,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mGk: cute.Tensor,
+        mBeta: cute.Tensor,
+        mDAqk: cute.Tensor,
+        mDAkk: cute.Tensor,
+        mDq: cute.Tensor,
+        mDk: cute.Tensor,
+        mDb: cute.Tensor,
+        mDg: cute.Tensor,
+        mGraw: cute.Tensor,
+        mAlog: cute.Tensor,
+        mBias: cute.Tensor,
+        mQr: cute.Tensor,
+        mKr: cute.Tensor,
+        oDq: cute.Tensor,
+        oDk: cute.Tensor,
+        oDg: cute.Tensor,
+        oDb: cute.Tensor,
+        oDA: cute.Tensor,
+        oDbias: cute.Tensor,
+        mCu: cute.Tensor,
+        mChunks: cute.Tensor,
+        T: Int32,
+        H: Int32,
+        HV: Int32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        grid: Int32,
+        stream,
     ):
         _kernel(
-            mQ, mK, mGk, mBeta, mDAqk, mDAkk, mDq, mDk, mDb, mDg, mGraw, mAlog, mBias, mQr, mKr, oDq, oDk, oDg, oDb, oDA, oDbias,
-            mCu, mChunks, T, H, HV, lower_bound, beta_scale, cfg,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream)
+            mQ,
+            mK,
+            mGk,
+            mBeta,
+            mDAqk,
+            mDAkk,
+            mDq,
+            mDk,
+            mDb,
+            mDg,
+            mGraw,
+            mAlog,
+            mBias,
+            mQr,
+            mKr,
+            oDq,
+            oDk,
+            oDg,
+            oDb,
+            oDA,
+            oDbias,
+            mCu,
+            mChunks,
+            T,
+            H,
+            HV,
+            lower_bound,
+            beta_scale,
+            cfg,
+        ).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream
+        )
 
     return launch
 
 
-_TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32, torch.int64: Int64,
-          torch.int32: Int32}
+_TYPES = {
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    torch.float32: Float32,
+    torch.int64: Int64,
+    torch.int32: Int32,
+}
 
 
 @functools.cache
@@ -610,22 +738,55 @@ def supports(p):
     return True, ""
 
 
-def run(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, g_raw, A_log, dt_bias, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
+def run(
+    *, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, g_raw, A_log, dt_bias, q_rstd, k_rstd, p, cu_seqlens, chunk_indices
+):
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dg, dbeta in the inputs' dtypes, dA_log, ddt_bias."""
+
     def grad(*shape, dtype):
         x = torch.empty(shape, dtype=dtype, device=q.device)
-        if p.varlen:                     # tokens after the last sequence belong to none: their gradient is zero
-            x[:, cu_seqlens[-1]:] = 0
+        if p.varlen:  # tokens after the last sequence belong to none: their gradient is zero
+            x[:, cu_seqlens[-1] :] = 0
         return x
 
-    cfg_key = (p.varlen, p.gate, p.l2norm, p.beta_sigmoid, A_log is not None, dt_bias is not None, p.g_dtype.itemsize, p.HV != p.H)
+    cfg_key = (
+        p.varlen,
+        p.gate,
+        p.l2norm,
+        p.beta_sigmoid,
+        A_log is not None,
+        dt_bias is not None,
+        p.g_dtype.itemsize,
+        p.HV != p.H,
+    )
     out_q, out_k = (grad(p.B, p.T, p.HV, p.K, dtype=torch.float32 if p.HV != p.H else p.dtype) for _ in range(2))
     out_g, dbeta = grad(p.B, p.T, p.HV, p.K, dtype=p.g_dtype), grad(p.B, p.T, p.HV, dtype=p.beta_dtype)
     dA = None if A_log is None else q.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
     dbias = None if dt_bias is None else q.new_empty(p.NT, 4, p.HV, p.K, dtype=torch.float32)
     f32, i64 = _absent(q.device, torch.float32), _absent(q.device, torch.int64)
-    given = (q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, f32 if g_raw is None else g_raw, A_log, dt_bias, q_rstd, k_rstd,
-             out_q, out_k, out_g, dbeta, dA, dbias)
+    given = (
+        q,
+        k,
+        gk,
+        beta,
+        dAqk,
+        dAkk,
+        dq,
+        dk,
+        db,
+        dg,
+        f32 if g_raw is None else g_raw,
+        A_log,
+        dt_bias,
+        q_rstd,
+        k_rstd,
+        out_q,
+        out_k,
+        out_g,
+        dbeta,
+        dA,
+        dbias,
+    )
     tensors = [f32 if x is None else x.view(-1) for x in given]
     tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
     kernel = _compile(cfg_key, tuple(x.dtype for x in tensors))
@@ -634,7 +795,10 @@ def run(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, g_raw, A_log, dt_bias, q_
         group = (p.B, p.T, p.H, p.HV // p.H, p.K)
         out_q, out_k = out_q.view(group).sum(3), out_k.view(group).sum(3)
     return {
-        "dq": out_q, "dk": out_k, "dg": out_g, "dbeta": dbeta,
+        "dq": out_q,
+        "dk": out_k,
+        "dg": out_g,
+        "dbeta": dbeta,
         "dA_log": None if dA is None else dA.sum((0, 1)).view_as(A_log),
         "ddt_bias": None if dbias is None else dbias.sum((0, 1)).view_as(dt_bias),
     }
@@ -643,8 +807,24 @@ def run(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, g_raw, A_log, dt_bias, q_
 def run_log_gate(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
     """The same for a precomputed gate: the raw gate is then not needed, so not kept for the backward."""
     return run(
-        q=q, k=k, gk=gk, beta=beta, dAqk=dAqk, dAkk=dAkk, dq=dq, dk=dk, db=db, dg=dg, g_raw=None, A_log=None, dt_bias=None,
-        q_rstd=q_rstd, k_rstd=k_rstd, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+        q=q,
+        k=k,
+        gk=gk,
+        beta=beta,
+        dAqk=dAqk,
+        dAkk=dAkk,
+        dq=dq,
+        dk=dk,
+        db=db,
+        dg=dg,
+        g_raw=None,
+        A_log=None,
+        dt_bias=None,
+        q_rstd=q_rstd,
+        k_rstd=k_rstd,
+        p=p,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
     )
 
 

@@ -1,0 +1,177 @@
+"""PTX for CuTe kernels, an instruction a function: memory in and out of registers, bf16 pairs, warp matrix products.
+
+A warp matrix fragment follows the PTX layout: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next. bf16 values travel in
+pairs, the lower column in the low half. Global addresses are a 64-bit base and a 32-bit element index, one multiply-add together.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+_ptx = cute.arch.inline_ptx
+
+
+# A global access is base + index * size: a 64-bit base of the chunk and a 32-bit index cost one multiply-add.
+def load(kind, n, dtype, base, i, size):
+    regs = ", ".join(f"{{$w{x}}}" for x in range(n))
+    regs, vec = (f"{{{regs}}}", f".v{n}") if n > 1 else (regs, "")
+    return _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; ld.global{vec}.{kind} {regs}, [a]; }}",
+        write_only_types=[dtype] * n,
+        read_only_args=[base, i],
+    )
+
+
+def store(kind, base, i, size, *x):
+    regs = ", ".join(f"{{$r{j + 2}}}" for j in range(len(x)))
+    regs, vec = (f"{{{regs}}}", f".v{len(x)}") if len(x) > 1 else (regs, "")
+    _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; st.global{vec}.{kind} [a], {regs}; }}",
+        read_only_args=[base, i, *x],
+    )
+
+
+def prefetch(base, i, size):
+    _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; prefetch.global.L2 [a]; }}",
+        read_only_args=[base, i],
+    )
+
+
+def ld4(base, i):
+    """Four fp32 at element i."""
+    return load("f32", 4, Float32, base, i, 4)
+
+
+def ld2(base, i):
+    """Four bf16 at element i, in two packed registers."""
+    return load("b32", 2, Uint32, base, i, 2)
+
+
+def st4(base, i, x):
+    store("f32", base, i, 4, *x)
+
+
+def st2(base, i, x):
+    """Four fp32 as bf16 at element i."""
+    store("b32", base, i, 2, pack(x[0], x[1]), pack(x[2], x[3]))
+
+
+def sts(addr, x):
+    _ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, x])
+
+
+def sts1(addr, x):
+    _ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, x])
+
+
+def lds1(addr):
+    return _ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
+
+
+def sts4(addr, x):
+    _ptx("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *x])
+
+
+def sts_frag(addr, x):
+    _ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *x])
+
+
+def lds_frag(addr):
+    return _ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[addr]
+    )
+
+
+def lds4(addr):
+    return _ptx(
+        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[addr]
+    )
+
+
+def pack(lo, hi):
+    """bf16x2 of two fp32, `lo` in the low half."""
+    return _ptx("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[hi, lo])
+
+
+def unpack(x):
+    lo = _ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Uint32], read_only_args=[x])
+    hi = _ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Uint32], read_only_args=[x])
+    as_float = lambda y: _ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[y])  # noqa: E731
+    return as_float(lo), as_float(hi)
+
+
+def decay(a, b):
+    """2^-|a - b|: the one exponential of the kernel, never above 1."""
+    return _ptx(
+        "{ .reg .f32 d; sub.f32 d, {$r0}, {$r1}; abs.f32 d, d; neg.f32 d, d; ex2.approx.ftz.f32 {$w0}, d; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
+    )
+
+
+def decay_exponent(x):
+    """-|x| in log2 units."""
+    return _ptx(
+        "{ .reg .f32 d; abs.f32 d, {$r0}; mul.f32 {$w0}, d, 0fBFB8AA3B; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+def ex2(x):
+    return _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def lg2(x):
+    return _ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def rcp(x):
+    return _ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def pick(flag, a, b):
+    """a where the integer flag is not 0, else b."""
+    return _ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[flag, a, b],
+    )
+
+
+def transpose(x):
+    """The 8x8 bf16 matrix whose rows the warp's lanes hold in pairs, transposed."""
+    return _ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+def mma16(c, a, b):
+    """c += a b with a [16,16], b [16,8] in bf16, c [16,8] in fp32."""
+    return _ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
+        "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def mma8(c, a, b):
+    """c += a b with a [16,8], b [8,8] in bf16, c [16,8] in fp32."""
+    return _ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}}, {{$r2}}, "
+        "{{$r3}, {$r4}, {$r5}, {$r6}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b, *c],
+    )
+
+
+def ldmatrix(addr):
+    """B fragments of a [16 rows, 16 columns] tile: two for each block of 8 columns."""
+    return _ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def zeros(n):
+    return [Float32(0.0)] * n
