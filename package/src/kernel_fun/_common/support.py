@@ -103,9 +103,10 @@ def engaged(family: str, what: str) -> None:
     _say(f"kernel-fun {family}: engaged ({what})", logging.INFO)
 
 
-def fell_back(family: str, reason: str) -> None:
-    """One WARNING line per kind of reason: two that differ only in their numbers are one kind."""
-    _say(f"kernel-fun {family}: falling back to fla: {reason}", logging.WARNING)
+def fell_back(family: str, reason: str, x: torch.Tensor) -> None:
+    """One WARNING line per kind of reason: two that differ only in their numbers are one kind. `x` is an input."""
+    hopeless = " (fla cannot run on CPU tensors)" if x.is_cpu else ""
+    _say(f"kernel-fun {family}: falling back to fla: {reason}{hopeless}", logging.WARNING)
 
 
 def _say(line: str, level: int, every_time: bool = True) -> None:

@@ -78,7 +78,7 @@ def causal_conv1d(
     arguments = locals()
     call = decide(arguments)
     if isinstance(call, str):
-        support.fell_back("cconv", call)
+        support.fell_back("cconv", call, x)
         return _fla(arguments)
     return run(call)
 
@@ -128,7 +128,7 @@ def _fla(a: dict):
 def decide(a: dict) -> Call | str:
     """The call to run here, or the reason to go to fla. Raises ValueError for what is wrong on either path."""
     x, cu_seqlens = a["x"], a["cu_seqlens"]
-    reason = support.disabled("cconv") or support.device_reason(x) or _fla_features(a, x.is_cpu)
+    reason = support.disabled("cconv") or support.device_reason(x) or _fla_features(a)
     if reason:
         return reason
     pack = None
@@ -148,16 +148,16 @@ def decide(a: dict) -> Call | str:
     return Call(found, p, (x, weight, bias, residual, h0), tables, a["x"].shape)
 
 
-def _fla_features(a: dict, on_cpu: bool) -> str:
+def _fla_features(a: dict) -> str:
     """The argument that only fla implements, or ""."""
-    backend, needs_gpu = a["backend"], ", and fla needs a GPU" if on_cpu else ""
+    backend = a["backend"]
     if a["cp_context"] is not None:
-        return f"cp_context={type(a['cp_context']).__name__}{needs_gpu}"
+        return f"cp_context={type(a['cp_context']).__name__}"
     if backend != "triton":
         if backend not in ("cuda", "mix"):
             raise ValueError(f"backend={backend!r}: accepted are 'triton', 'cuda' and 'mix'")
-        return f"backend={backend!r}{needs_gpu}"
-    return f"argument {next(iter(a['kwargs']))!r} is not known here{needs_gpu}" if a["kwargs"] else ""
+        return f"backend={backend!r}"
+    return f"argument {next(iter(a['kwargs']))!r} is not known here" if a["kwargs"] else ""
 
 
 def _pack(x, cu_seqlens, cu_seqlens_cpu):

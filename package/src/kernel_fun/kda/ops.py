@@ -101,7 +101,7 @@ def chunk_kda(
     arguments = locals()
     call = decide(arguments)
     if isinstance(call, str):
-        support.fell_back("kda", call)
+        support.fell_back("kda", call, q)
         return _fla(arguments)
     if "transpose_state_layout" in kwargs:
         warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
@@ -197,20 +197,16 @@ def _fla_features(a: dict, on_cpu: bool) -> str:
     """The argument that only fla implements, or ""."""
     for name in ("cp_context", "use_graph", "return_intermediate_states"):
         if a[name] is not None and a[name] is not False:
-            return f"{name}={a[name] if a[name] is True else type(a[name]).__name__}{_needs_gpu(on_cpu)}"
+            return f"{name}={a[name] if a[name] is True else type(a[name]).__name__}"
     kwargs = a["kwargs"]
     for name in kwargs:
         if name not in _EXTRAS:
-            return f"argument {name!r} is not known here{_needs_gpu(on_cpu)}"
+            return f"argument {name!r} is not known here"
     if on_cpu:
         return ""  # the reference has nothing to recompute, and its chunk size shows in no result
     if a["disable_recompute"]:
         return "disable_recompute=True"
     return "chunk_size=32" if kwargs.get("chunk_size") == 32 else ""
-
-
-def _needs_gpu(on_cpu: bool) -> str:
-    return ", and fla needs a GPU" if on_cpu else ""
 
 
 def _check_flags(a: dict) -> None:
