@@ -51,7 +51,7 @@ def oracle(inputs: Inputs) -> dict:
 
 
 def term_sizes(inputs: Inputs, truth: dict) -> dict:
-    """Root sum of squares of the terms of an output that is one long cancelling sum: dA_log [HV].
+    """Root sum of squares of the parts of an output that is one long cancelling sum: dA_log [HV], a part per dimension.
 
     Such a sum can come out near zero by chance; an error is then measured against what was summed, not against the
     accident."""
@@ -61,7 +61,8 @@ def term_sizes(inputs: Inputs, truth: dict) -> dict:
     raw = x["g"] + x["dt_bias"].view(c.HV, c.K)
     # d/dA_log of a gate is its own value (softplus) or its slope times the raw input (safe), against the slope in dg
     terms = truth["dg"] * (F.softplus(raw) / torch.sigmoid(raw) if c.gate == "softplus" else raw)
-    return {"dA_log": terms.square().sum((0, 1, 3)).sqrt()}
+    # along a sequence terms share their errors (dg is a running sum); from one gate dimension to the next they do not
+    return {"dA_log": terms.sum((0, 1)).square().sum(-1).sqrt()}
 
 
 # ---------------------------------------------------------------------------------------------------- token by token
