@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loop import board, env, page, registry, rows, run
+from loop import board, env, page, registry, rows, run, session
 
 
 def demo(idea: str | None = None, out: Path | None = None) -> int:
@@ -32,12 +32,27 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
 
 
 def best() -> registry.Idea:
-    """The promoted idea with the highest number, else any that loads, else the baseline."""
-    usable = [i for i in registry.all_ideas() if i.error is None and (i.folder / "bench.ipynb").exists()]
+    """Of the ideas that this machine can run, the promoted one with the largest recorded ratio; the newest when none is."""
+    usable = [
+        i for i in registry.all_ideas() if i.error is None and (i.folder / "bench.ipynb").exists() and _runs_here(i)
+    ]
     if not usable:
-        raise ValueError("no idea has a notebook; ./ladder new makes one")
-    promoted = [i for i in usable if registry.front_matter(i.folder).get("status") == "promoted"]
-    return (promoted or usable)[-1]
+        raise ValueError("no idea with a notebook runs here; ./ladder new makes one")
+    ratios = {}
+    for entry in board.entries():
+        if entry["device"] != "cpu" and entry["baseline"] == registry.BASELINE:
+            ratios[entry["arm"]] = max(entry["ratio"], ratios.get(entry["arm"], 0.0))
+
+    def rank(idea: registry.Idea):
+        promoted = registry.front_matter(idea.folder).get("status") == "promoted"
+        return promoted, ratios.get(idea.id, 0.0), idea.id
+
+    return max(usable, key=rank)
+
+
+def _runs_here(idea: registry.Idea) -> bool:
+    s = session.open_idea(idea.id)
+    return s.arm().supports(s.case)[0]
 
 
 def show(console: Console, result: run.RunResult) -> None:

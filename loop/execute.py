@@ -9,11 +9,13 @@ import ast
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loop import registry
 
+LONGEST_SOCKET_PATH = 95  # of the 107 bytes that the system allows, less the number that is appended
 START_TIMEOUT = 120  # seconds for the kernel to answer
 
 
@@ -86,20 +88,21 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
     progress = _Progress(nb, on_cell)
     papermill.engines.papermill_engines.register("loop", _engine(progress))
     try:
-        papermill.execute_notebook(
-            nb,
-            str(executed).replace("{", "{{").replace("}", "}}"),
-            parameters,
-            engine_name="loop",
-            kernel_name="python3",
-            language="python",
-            progress_bar=False,
-            cwd=str(registry.root()),
-            execution_timeout=int(timeout) or 1,
-            start_timeout=START_TIMEOUT,
-            autosave_cell_every=0,
-            config=_transport(),
-        )
+        with tempfile.TemporaryDirectory(prefix="loop-") as sockets:
+            papermill.execute_notebook(
+                nb,
+                str(executed).replace("{", "{{").replace("}", "}}"),
+                parameters,
+                engine_name="loop",
+                kernel_name="python3",
+                language="python",
+                progress_bar=False,
+                cwd=str(registry.root()),
+                execution_timeout=int(timeout) or 1,
+                start_timeout=START_TIMEOUT,
+                autosave_cell_every=0,
+                config=_transport(sockets),
+            )
     except papermill.PapermillExecutionError:
         return None
     except CellTimeoutError:
@@ -109,13 +112,15 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
     return None
 
 
-def _transport():
-    """Unix sockets, where their paths are short enough: ports collide when several kernels start at once."""
-    from jupyter_core.paths import jupyter_runtime_dir
+def _transport(sockets: str):
+    """Unix sockets in a folder of this run's own, where its path is short enough for them.
+
+    Ports of kernels that start at once collide, and so do the socket names that jupyter_client uses unless told others.
+    """
     from traitlets.config import Config
 
-    longest = len(os.path.join(jupyter_runtime_dir(), f"kernel-{'0' * 36}-ipc-5"))
-    return Config({"KernelManager": {"transport": "ipc"}} if longest < 100 else {})
+    path = os.path.join(sockets, "kernel")
+    return Config({"KernelManager": {"transport": "ipc", "ip": path}} if len(path) < LONGEST_SOCKET_PATH else {})
 
 
 class _Progress:

@@ -24,18 +24,20 @@ def write_index(path: Path, runs: Sequence, entries: Sequence[dict], *, title: s
     views = [_run_view(r, path.parent) for r in sorted(runs, key=lambda r: (r.ok, r.idea))]
     groups: dict[tuple, list[dict]] = {}
     for entry in entries:
-        groups.setdefault((entry["family"], entry["case"], entry["mode"]), []).append(_entry_view(entry))
+        key = (entry["device"] == "cpu", entry["family"], entry["case"], entry["mode"], entry["device"])  # GPUs first
+        groups.setdefault(key, []).append(_entry_view(entry))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         _environment()
         .get_template("index.html.j2")
         .render(
             title=title,
-            failures=[v for v in views if not v["ok"]],
+            failures=[v for v in views if v["failed"]],
             passes=[v for v in views if v["ok"]],
+            declined=[v for v in views if not v["ok"] and not v["failed"]],
             groups=[
-                {"family": f, "case": c, "mode": m, "entries": sorted(rows, key=lambda e: -e["ratio"])}
-                for (f, c, m), rows in sorted(groups.items())
+                {"title": " · ".join(key[1:]), "cpu": key[0], "entries": sorted(rows, key=lambda e: -e["ratio"])}
+                for key, rows in sorted(groups.items())
             ],
         ),
         encoding="utf-8",
@@ -63,6 +65,7 @@ def _run_view(run, folder: Path) -> dict:
         "idea": run.idea,
         "status": run.status,
         "ok": run.ok,
+        "failed": run.failed,
         "message": run.message,
         "verdict": run.verdict,
         "seconds": run.seconds,

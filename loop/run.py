@@ -43,6 +43,11 @@ class RunResult:
         return self.status == "PASSED"
 
     @property
+    def failed(self) -> bool:
+        """Neither passed nor declined: an idea that says it does not serve this machine is no failure of a batch."""
+        return self.status not in ("PASSED", "UNSUPPORTED")
+
+    @property
     def verdict(self) -> str:
         """The verdicts of the idea's timed rows, without repetition, e.g. `FASTER`; empty when it timed nothing."""
         return ", ".join(dict.fromkeys(row.verdict for row in self.mine if row.verdict))

@@ -68,7 +68,7 @@ class Session:
 
     def check(self, seeds: int = 2) -> tables.Stack:
         """Check the kernel as it is on disk now; shows the errors and what was proven, or why it was rejected."""
-        self.checked = check.check(self._arm(), self.case, seeds)
+        self.checked = check.check(self.arm(), self.case, seeds)
         found = self.checked
         header = ("output", "error", "limit", "budget", "fla's error", "")
         listed = [
@@ -81,7 +81,7 @@ class Session:
 
     def bench(self, blocks: int | None = None) -> tables.Table:
         """Time the idea against 000, and against ship where that supports the case; checks what has not passed."""
-        arm = self._arm()
+        arm = self.arm()
         baselines = ["000"]
         if self.idea.id != registry.BASELINE and arms.make(self.family, "ship").supports(self.case)[0]:
             baselines.append("ship")
@@ -130,7 +130,7 @@ class Session:
             raise NotPassed("no verdict: run the bench cell first")
         if failed := next((row for row in mine if row.status != "PASSED"), None):
             raise NotPassed(f"{failed.status}: {failed.reason}")
-        if mine[0].code_sha != self._arm().source_sha:
+        if mine[0].code_sha != self.arm().source_sha:
             raise NotPassed("kernel.py changed since the bench: run the check and bench cells again")
         listed = [
             (
@@ -147,7 +147,8 @@ class Session:
         )
 
     # ------------------------------------------------------------------------------------------------------ inside
-    def _arm(self) -> Arm:
+    def arm(self) -> Arm:
+        """The idea's arm, from its source as it is on disk now."""
         return arms.make(self.family, self.idea.id)
 
     def _is_current(self, arm: Arm) -> bool:
@@ -160,7 +161,7 @@ class Session:
         """The first case for this machine that the idea supports; the first of all when there is none, to say why."""
         tags = ("gpu", "primary") if arms.on_gpu() else ("tiny", "smoke")
         listed = list(cases.select(self.family, *tags))
-        arm = self._arm()
+        arm = self.arm()
         return next((case for case in listed if arm.supports(case)[0]), listed[0])
 
 

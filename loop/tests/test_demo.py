@@ -38,7 +38,7 @@ def test_a_kernel_that_is_wrong_fails_the_command_and_keeps_its_page(idea, ladde
 
 
 def test_which_idea_is_shown(ladder_root, add_idea):
-    with pytest.raises(ValueError, match="no idea has a notebook"):
+    with pytest.raises(ValueError, match="no idea with a notebook"):
         demo.best()
     for number in ("003", "004", "005"):
         folder = add_idea(number)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import readme
+from loop import readme, registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -252,3 +252,17 @@ def test_the_tag_step_itself(tag, wheel, ok, tmp_path):
         ["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, env={"TAG": tag, "PATH": "/usr/bin:/bin"}, check=False
     )
     assert (done.returncode == 0) == ok
+
+
+def test_every_idea_loads_and_keeps_the_rules():
+    ideas = registry.all_ideas()
+    assert {i.name: i.error for i in ideas if i.error} == {}
+    kernels = [i for i in ideas if i.kernel.exists()]
+    assert {i.name: found for i in kernels if (found := registry.lint(i.id))} == {}
+    documents = {i.name: registry.front_matter(i.folder) for i in ideas}
+    assert [
+        name for name, facts in documents.items() if set(facts) < {"id", "slug", "family", "spans", "parent", "status"}
+    ] == []
+    assert [
+        n for n, f in documents.items() if f.get("status") not in ("proposed", "running", "promoted", "kept", "refuted")
+    ] == []

@@ -42,6 +42,7 @@ def written(tmp_path):
     runs = [
         RunResult("001", "r 1", "PASSED", "2 rows recorded", 12.0, notebook, None),
         RunResult("002", "r2", "KERNEL_DIED", "code cell 4 <b>&", 3.0),
+        RunResult("006", "r3", "UNSUPPORTED", "needs compute capability 9.x", 3.0),
     ]
     entries = [
         ENTRY,
@@ -52,7 +53,9 @@ def written(tmp_path):
 
 def test_failures_come_first_and_everything_is_there(written):
     document = Document(written)
-    assert document.text.index("Failures") < document.text.index("KERNEL_DIED") < document.text.index("Passed")
+    order = ["Failures", "KERNEL_DIED", "Not for this machine", "UNSUPPORTED", "Passed", "PASSED", "Leaderboard"]
+    assert [document.text.index(word) for word in order] == sorted(document.text.index(word) for word in order)
+    assert "1 failed" in document.text
     assert "code cell 4 <b>&" in document.text
     assert not document.all("b")
     assert "1 passed," in document.text
