@@ -33,9 +33,7 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
 
 def best() -> registry.Idea:
     """Of the ideas that this machine can run, the promoted one with the largest recorded ratio; the newest when none is."""
-    usable = [
-        i for i in registry.all_ideas() if i.error is None and (i.folder / "bench.ipynb").exists() and _runs_here(i)
-    ]
+    usable = [i for i in registry.all_ideas() if i.error is None and _runs_here(i)]
     if not usable:
         raise ValueError("no idea with a notebook runs here; ./ladder new makes one")
     ratios = {}
@@ -51,6 +49,8 @@ def best() -> registry.Idea:
 
 
 def _runs_here(idea: registry.Idea) -> bool:
+    if not (idea.folder / "bench.ipynb").exists():
+        return False
     s = session.open_idea(idea.id)
     return s.arm().supports(s.case)[0]
 
