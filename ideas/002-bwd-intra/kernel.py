@@ -12,8 +12,9 @@ Why it should be faster: bytes. 4.1 KB a token and head are moved once (fla read
     exponentials and 31 scalar pairs do.
 Constraints: K 64 or 128; q, k bf16 or fp16 (fp16: tf32 products, because bf16 operands would cost fp16 its precision
     and gradients have no scale that fp16 operands could rely on).
-    dg is formed from the very operands the products saw, without the pair r = s, so that its sum over rows cancels.
-    |beta| below 2^-40 counts as 2^-40: invisible, and it lets beta ride inside E.
+    dg is formed from the very operands the products saw, without the pair r = s, so that its sum over rows cancels;
+    db is the row side of dk times k over beta: its error is a product's. |beta| below 2^-40 counts as 2^-40, which is
+    invisible and lets beta ride inside E.
 """
 import os
 
@@ -28,8 +29,7 @@ BETA_FLOOR = tl.constexpr(2.0**-40)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 COMPILED = tl.constexpr(not INTERPRETED)
 
-# K -> dimensions of a program, warps, cap on registers (None: the compiler's choice)
-CONFIG = {64: (64, 4, None), 128: (64, 4, None)}
+BK, WARPS = 64, 4                     # dimensions of a program; no cap on registers: 168 spill and lose 28 %
 
 
 # ----------------------------------------------------------------------------------------------------- device functions
@@ -107,30 +107,23 @@ def _spread(x, BK: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _fold(x, BK: tl.constexpr):
-    """[BK, 32] -> [BK // 16, 8, 32]: rows 8 apart, which one thread holds, added."""
-    return tl.sum(tl.reshape(x, [BK // 16, 2, 8, HALF]), 1)
-
-
-@triton.jit
-def _accumulate(a_q, a_k, a_g, a_b, u, w, f, b_D, b_E, b_us, b_ws, up, BK: tl.constexpr):
-    """One level. Tiles [BK, 32]: a_q, a_k, a_g for dq, dk, dg; a_b [BK // 16, 8, 32]: beta db over dims."""
+def _accumulate(a_q, a_p, a_n, a_g, u, w, f, b_D, b_E, b_us, b_ws, up):
+    """One level, tiles [BK, 32]. a_q, a_p: row sides of dq, dk at targets; a_n: dk's column side; a_g: dg."""
     b_x = tl.dot(u, b_D)
-    b_t = b_x * b_us
-    a_g = tl.where(up, a_g + b_t, a_g - b_t)
+    a_g = tl.where(up, a_g + b_x * b_us, a_g - b_x * b_us)
     b_x *= f
     a_q = tl.where(up, a_q + b_x, a_q)
-    a_k = tl.where(up, a_k, a_k + b_x)
+    a_n = tl.where(up, a_n, a_n + b_x)
     b_y = tl.dot(w, b_E)
-    a_k += b_y * f
-    b_y *= b_ws
-    a_g = tl.where(up, a_g + b_y, a_g - b_y)
-    a_b += tl.where(up[None, :, :], _fold(b_y, BK), 0.0)
-    return a_q, a_k, a_g, a_b
+    a_g = tl.where(up, a_g + b_y * b_ws, a_g - b_y * b_ws)
+    b_y *= f
+    a_p = tl.where(up, a_p + b_y, a_p)
+    a_n = tl.where(up, a_n, a_n + b_y)
+    return a_q, a_p, a_n, a_g
 
 
 @triton.jit
-def _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, N: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr):
+def _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, N: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr):
     """Pairs in different halves of a 2N-row block. b_m [BK, 32 // 2N]: gk at the last row of each first half."""
     o_r = tl.arange(0, HALF)
     up = ((o_r & N) != 0)[None, :]
@@ -142,7 +135,7 @@ def _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, N: tl.constexpr, BK
     u, b_us = _operand(tl.where(up, _widen(b_q) * f, b_kf), OP)
     w, b_ws = _operand(b_kf, OP)
     b_D, b_E = tl.where(m_pair, b_D, 0.0), tl.where(m_pair, b_E, 0.0)
-    return _accumulate(a_q, a_k, a_g, a_b, u, w, f, b_D, b_E, b_us, b_ws, up, BK)
+    return _accumulate(a_q, a_p, a_n, a_g, u, w, f, b_D, b_E, b_us, b_ws, up)
 
 
 @triton.jit
@@ -244,11 +237,10 @@ def bwd_intra_kernel(
         a_q = tl.dot(wx, b_D)
         a_g = a_q * b_us
         a_q *= f
-        b_y = tl.dot(wx, b_E)
-        a_k = b_y * f
-        b_y *= b_ws
-        a_g += b_y
-        a_b = _fold(b_y, BK)
+        a_p = tl.dot(wx, b_E)
+        a_g += a_p * b_ws
+        a_p *= f
+        a_n = tl.zeros([BK, HALF], tl.float32)
         b_later = tl.zeros([BK], tl.float32)
     else:
         f = tl.exp2(b_m - b_g)
@@ -261,15 +253,15 @@ def bwd_intra_kernel(
         ux, _ = _operand(b_qx * fx, OP)
         wx, _ = _operand(b_kx * fx, OP)
         _, b_ws = _operand(_widen(b_k) * f, OP)
-        a_k = tl.dot(wx, b_E, tl.dot(ux, b_D))
-        a_g = -a_k * b_ws
+        a_n = tl.dot(wx, b_E, tl.dot(ux, b_D))
+        a_g = -a_n * b_ws
         # The later half's dg sums to what it brings in plus this level's row side, which is minus its column side.
         p_x = _at(dg, row, i_hv, i_k, HV, K, BK) + o_x[None, :] * (HV * K) + o_d
         b_gx = tl.load(p_x, mask=m_x[None, :], other=0.0)
         b_later = tl.sum(b_gx, 1) - tl.sum(a_g, 1)
-        a_k *= f
+        a_n *= f
         a_q = tl.zeros([BK, HALF], tl.float32)
-        a_b = tl.zeros([BK // 16, 8, HALF], tl.float32)
+        a_p = tl.zeros([BK, HALF], tl.float32)
 
     # Half-sizes 1 .. 16, inside this half.
     m_lower = o_h[:, None] > o_h[None, :]
@@ -278,15 +270,15 @@ def bwd_intra_kernel(
     b_D = _mirror(tl.load(p_Aqk + o_A, mask=m_A, other=0.0).to(OP), m_lower)
     b_E = _mirror((tl.load(p_Akk + o_A, mask=m_A, other=0.0) * b_b[:, None]).to(OP), m_lower)
     b_m, b_e = _pair_ends(b_g, BK, 32)
-    a_q, a_k, a_g, a_b = _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, 1, BK, OP)
+    a_q, a_p, a_n, a_g = _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, 1, BK, OP)
     b_m, b_e = _pair_ends(b_e, BK, 16)
-    a_q, a_k, a_g, a_b = _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, 2, BK, OP)
+    a_q, a_p, a_n, a_g = _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, 2, BK, OP)
     b_m, b_e = _pair_ends(b_e, BK, 8)
-    a_q, a_k, a_g, a_b = _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, 4, BK, OP)
+    a_q, a_p, a_n, a_g = _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, 4, BK, OP)
     b_m, b_e = _pair_ends(b_e, BK, 4)
-    a_q, a_k, a_g, a_b = _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, 8, BK, OP)
+    a_q, a_p, a_n, a_g = _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, 8, BK, OP)
     b_m, b_e = _pair_ends(b_e, BK, 2)
-    a_q, a_k, a_g, a_b = _level(a_q, a_k, a_g, a_b, b_q, b_k, b_g, b_m, b_D, b_E, 16, BK, OP)
+    a_q, a_p, a_n, a_g = _level(a_q, a_p, a_n, a_g, b_q, b_k, b_g, b_m, b_D, b_E, 16, BK, OP)
 
     # The pair r = s carries no gate: into dq and dk, not into dg.
     i_k, i_hv, row, n_rows = _fresh(i_k), _fresh(i_hv), _fresh(row), _fresh(n_rows)
@@ -298,11 +290,11 @@ def bwd_intra_kernel(
     b_a = tl.load(_at(dAqk, row, i_hv, 0, HV, 64, 0) + o_r * (HV * 64 + 1), mask=m_r, other=0.0)[None, :]
     b_b = _beta(_at(beta, row, i_hv, 0, HV, 1, 0) + o_r * HV, m_r)
     b_q, b_k = _widen(b_q), _widen(b_k)
-    tl.store(p_b, tl.sum(tl.sum(a_b, 0), 0) / b_b, mask=m_r)
+    tl.store(p_b, tl.sum(a_p * b_k, 0) / b_b, mask=m_r)
     a_q += b_a * b_k + tl.load(dq + o_v, mask=m_t, other=0.0)
     tl.store(dq_out + o_v, a_q.to(dq_out.dtype.element_ty), mask=m_t)
-    a_k += b_a * b_q + tl.load(dk + o_v, mask=m_t, other=0.0)
-    tl.store(dk_out + o_v, a_k.to(dk_out.dtype.element_ty), mask=m_t)
+    a_n += a_p + b_a * b_q + tl.load(dk + o_v, mask=m_t, other=0.0)
+    tl.store(dk_out + o_v, a_n.to(dk_out.dtype.element_ty), mask=m_t)
     a_g += tl.load(dg + o_v, mask=m_t, other=0.0)
     tl.store(dg_out + o_v, _suffix_sums(a_g) + b_later[:, None], mask=m_t)
 
@@ -323,7 +315,7 @@ def bwd_intra_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ the span
 def supports(p):
-    if p.K not in CONFIG:
+    if p.K not in (64, 128):
         return False, f"needs K=64 or 128, got {p.K}"
     if p.dtype not in (torch.bfloat16, torch.float16):
         return False, f"needs bf16 or fp16 q and k, got {p.dtype}"
@@ -332,7 +324,6 @@ def supports(p):
 
 def run(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, p, cu_seqlens, chunk_indices):
     """Tensors as in the chain's contract. Returns dq, dk [B,T,H,K] (p.dtype, fp32 where HV > H), db and dg in fp32."""
-    BK, warps, cap = CONFIG[p.K]
     grouped = p.HV != p.H
     dq_out, dk_out = (torch.empty_like(x, dtype=x.dtype if grouped else p.dtype) for x in (dq, dk))
     dg_out = torch.empty_like(dg)
@@ -342,7 +333,7 @@ def run(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, p, cu_seqlens, chunk_indi
             q, k, gk, beta, dAqk, dAkk, dq, dk, dg, dq_out, dk_out, dg_out, db_out, cu_seqlens, chunk_indices,
             p.T, p.B * p.T * p.HV,
             H=p.H, HV=p.HV, K=p.K, BK=BK, OP=tl.bfloat16 if p.dtype == torch.bfloat16 else tl.float32, VARLEN=p.varlen,
-            num_warps=warps, num_stages=1, **({"maxnreg": cap} if cap and not INTERPRETED else {}),
+            num_warps=WARPS, num_stages=1,
         )
     if grouped:
         group = (p.B, p.T, p.H, p.HV // p.H, p.K)
@@ -358,6 +349,6 @@ _POINTERS = {
     "cu_seqlens": "*i64", "chunk_indices": "*i64", "T": "i32", "db_slab": "i64",
 }
 COMPILE = [
-    (bwd_intra_kernel, _POINTERS, {"H": 16, "HV": 16, "K": K, "BK": BK, "OP": tl.bfloat16, "VARLEN": False}, warps, 1)
-    for K, (BK, warps, _) in CONFIG.items()
+    (bwd_intra_kernel, _POINTERS, {"H": 16, "HV": 16, "K": K, "BK": BK, "OP": tl.bfloat16, "VARLEN": False}, WARPS, 1)
+    for K in (64, 128)
 ]

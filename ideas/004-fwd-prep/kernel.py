@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 FAMILY = "kda"
+BK, WARPS = 64, 4
+REGS = 168  # three programs fit on a multiprocessor; the compiler's own 255 leave room for two
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton gives threads to a load's axes in order of contiguity; ties go first axis first until 3.6, last axis first from
 # 3.7 on. The groups must get theirs before rows and halves, which then lie in one thread's registers: the speed comes
@@ -109,8 +111,8 @@ def _prep(
     scale, lower_bound, beta_scale, T, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr,
-    VARLEN: tl.constexpr, FULL: tl.constexpr, WRITE_OPERANDS: tl.constexpr,
-    TWO_SIDED: tl.constexpr, BK: tl.constexpr, I: tl.constexpr, OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr,
+    VARLEN: tl.constexpr, FULL: tl.constexpr, TWO_SIDED: tl.constexpr, BK: tl.constexpr, I: tl.constexpr,
+    OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i_hv, i_c = pid % HV, pid // HV
@@ -148,14 +150,13 @@ def _prep(
     if L2NORM:
         rq = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_q, tl.permute(a_q, (0, 2, 1))), 0.0), 2) + 1e-6)
         rk = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_k, a_kt), 0.0), 2) + 1e-6)
-        if WRITE_OPERANDS:  # noqa: SIM102  (a compile-time and a run-time condition)
-            if i_hv % (HV // H) == 0:  # the first value head of a group writes for all
-                y = (a_q.to(tl.float32) * rq[:, :, None]).to(qn.dtype.element_ty)
-                tl.store(qn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
-                y = (a_k.to(tl.float32) * rk[:, :, None]).to(kn.dtype.element_ty)
-                tl.store(kn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
-                tl.store(q_rstd + (t0 + r) * H + i_h, tl.reshape(rq, [64]), mask=r < rows)
-                tl.store(k_rstd + (t0 + r) * H + i_h, tl.reshape(rk, [64]), mask=r < rows)
+        if i_hv % (HV // H) == 0:  # the first value head of a group writes for all
+            y = (a_q.to(tl.float32) * rq[:, :, None]).to(qn.dtype.element_ty)
+            tl.store(qn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
+            y = (a_k.to(tl.float32) * rk[:, :, None]).to(kn.dtype.element_ty)
+            tl.store(kn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
+            tl.store(q_rstd + (t0 + r) * H + i_h, tl.reshape(rq, [64]), mask=r < rows)
+            tl.store(k_rstd + (t0 + r) * H + i_h, tl.reshape(rk, [64]), mask=r < rows)
     else:
         rq = tl.full([4, 16], 1.0, tl.float32)
         rk = rq
@@ -192,9 +193,8 @@ def _prep(
         quad = tl.sum(tot, I, keep_dims=True)
         X16 = tl.where(up != 0, pair - tot, 0.0)
         X32 = tl.where(up2 != 0, quad - pair, 0.0) + X16
-        if WRITE_OPERANDS:
-            X64 = X32 + tl.where(h != 0, tl.sum(quad, 2 - I, keep_dims=True) - quad, 0.0)
-            tl.store(gk + o_r * K + k0 + o_g, c + X64, mask=m)
+        X64 = X32 + tl.where(h != 0, tl.sum(quad, 2 - I, keep_dims=True) - quad, 0.0)
+        tl.store(gk + o_r * K + k0 + o_g, c + X64, mask=m)
 
         b_q = tl.load(p_q + k0 + o_qk, mask=m, other=0.0).to(tl.float32)
         b_k = tl.load(p_k + k0 + o_qk, mask=m, other=0.0).to(tl.float32)
@@ -321,12 +321,26 @@ def run(*, q_raw, k_raw, beta_raw, g_raw, A_log, dt_bias, p, cu_seqlens, chunk_i
         p.scale, p.lower_bound or 0.0, p.beta_scale, p.T, p.chunks_per_row,
         H=p.H, HV=p.HV, K=p.K,
         GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm, SIGMOID=p.beta_sigmoid,
-        VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, WRITE_OPERANDS=True,
-        TWO_SIDED=not half, BK=64, I=_I,
+        VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, TWO_SIDED=not half, BK=BK, I=_I,
         OP=tl.float16 if half else tl.bfloat16, INV=tl.float16 if p.l2norm else tl.float32, FAST=p.arch != (0, 0),
-        num_warps=4, num_stages=1, maxnreg=168,  # three programs per SM
+        num_warps=WARPS, num_stages=1, maxnreg=REGS,
     )
     return {"q": q, "k": k, "q_rstd": q_rstd, "k_rstd": k_rstd, "beta": beta, "gk": gk, "Aqk": Aqk, "Akk": Akk}
 
 
 SPANS = {"fwd.norm..fwd.intra": run}
+
+_TYPES = dict.fromkeys(("q", "k", "g", "beta", "qn", "kn", "Aqk", "Akk"), "*bf16")
+_TYPES |= dict.fromkeys(("A_log", "dt_bias", "gk", "q_rstd", "k_rstd", "b_out"), "*fp32")
+_TYPES |= {"cu_seqlens": "*i64", "chunk_indices": "*i64", "T": "i32", "NT": "i32"}
+_TYPES |= dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
+COMPILE = [
+    (
+        _prep, _TYPES,
+        {"H": 16, "HV": 16, "K": K, "GATE": gate, "HAS_A": True, "HAS_BIAS": True, "L2NORM": True, "SIGMOID": True,
+         "VARLEN": False, "FULL": True, "TWO_SIDED": True, "BK": BK, "I": _I, "OP": tl.bfloat16, "INV": tl.float16,
+         "FAST": True},
+        WARPS, 1, {"maxnreg": REGS},
+    )
+    for K, gate in ((128, "softplus"), (64, "log"))
+]
