@@ -2,6 +2,7 @@
 import ast
 import hashlib
 import importlib
+import importlib.util
 import sys
 import types
 from pathlib import Path

@@ -16,8 +16,7 @@ __all__ = ["cconv", "fla", "kda", "versions"]
 def versions() -> dict[str, str]:
     """Installed versions of everything that decides which kernels run; "absent" for what is not installed.
 
-    Keys: kernel_fun, python, torch, cuda (torch's), triton, fla-core, nvidia-cutlass-dsl. Imports nothing but torch's
-    version file.
+    Keys: kernel_fun, python, torch, triton, fla-core, nvidia-cutlass-dsl, cuda (the one torch was built for).
     """
     import platform
     from importlib import metadata

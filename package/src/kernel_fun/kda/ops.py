@@ -74,19 +74,19 @@ def chunk_kda(
             sequences.
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: normalise q and k over K first (epsilon 1e-6 inside the root).
-        use_gate_in_kernel: g becomes -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g +
-            dt_bias)) with `lower_bound`.
+        use_gate_in_kernel: g becomes -exp(A_log) softplus(g + dt_bias), or, with `lower_bound`,
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)).
         use_beta_sigmoid_in_kernel, allow_neg_eigval: beta becomes sigmoid(beta), or 2 sigmoid(beta).
-        safe_gate: the caller promises gates of at least -5 a step; with `use_gate_in_kernel` needs -5 <= lower_bound <
-            0.
+        safe_gate: the caller promises gates of at least -5 a step. With `use_gate_in_kernel` it needs
+            -5 <= lower_bound < 0.
         lower_bound: see `use_gate_in_kernel`.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N+1] integers, sequences packed along T of one batch row; `cu_seqlens_cpu` its copy on the host,
             if there is one.
-        disable_recompute, return_intermediate_states, cp_context, use_graph, max_num_seqs: fla's; on a GPU the first
-            four mean fla.
-        **kwargs: A_log [HV] fp32 and dt_bias [HV*K] fp32 of the gate; chunk_size 64, or 32 (fla);
-            transpose_state_layout, the old name of state_v_first. Any other keyword goes to fla with the call.
+        return_intermediate_states, cp_context, use_graph: send the call to fla; max_num_seqs belongs to use_graph.
+        disable_recompute: sends the call to fla; without effect on a CPU.
+        **kwargs: A_log [HV] and dt_bias [HV*K] of the gate; chunk_size 64, or 32, which sends the call to fla;
+            transpose_state_layout, the old name of state_v_first. Any other keyword sends the call to fla.
 
     Returns:
         (o, final_state): o [B, T, HV, V] in q's dtype; final_state fp32 like initial_state, or None when not asked
@@ -274,6 +274,8 @@ def _describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     dtype, device = q.dtype, q.device
     if not dtype == k.dtype == v.dtype or dtype not in _FLOATS:
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if g.dtype not in _FLOATS or beta.dtype not in _FLOATS:
+        raise ValueError(f"g and beta must be floating point, got {g.dtype}, {beta.dtype}")
     tensors = (q, k, v, g, beta, A_log, dt_bias, h0)
     for name, t in zip(("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"), tensors[1:], strict=True):
         if t is not None and t.device != device:
@@ -306,12 +308,12 @@ def _describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
 
 
 def _gate_parameter(name: str, x: torch.Tensor, size: int) -> torch.Tensor:
-    """A_log or dt_bias as the chain wants it: flat, fp32 (fp64 stays)."""
+    """A_log or dt_bias as the chain wants it: flat, contiguous, fp32 (fp64 stays)."""
     if x.numel() != size:
         raise ValueError(f"{name} must hold {size} values, got shape {list(x.shape)}")
     if x.dim() != 1:
         x = x.reshape(-1)
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()
 
 
 def _run(call: Call):
