@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from loop import promote, registry, rows
+from loop import env, promote, registry, rows
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_rows import make_row, perf
 
@@ -44,8 +44,6 @@ def idea(ladder_root, add_idea):
 def good(idea):
     """A row that speaks for the idea."""
     commit = git(idea, "rev-parse", "HEAD")
-    from loop import env
-
     facts = {"git_dirty": False, "git_commit": commit, "versions": env.versions()}
 
     def make(**change):
@@ -77,14 +75,24 @@ def test_promotes_byte_for_byte_with_its_evidence(idea, good):
     assert not list(idea.rglob(".*.py.*"))  # no temporary file is left
 
 
-def test_the_newest_promotion_comes_first_and_a_repeat_replaces(idea, good, add_idea):
+@pytest.fixture
+def second(idea, add_idea):
+    """Add and commit idea 006, a kernel of its own; returns what its rows say that differs from 005's."""
+
+    def make(kernel=GOOD_KERNEL):
+        add_idea("006", "again", kernel + "# 006\n")
+        (idea / "profiles" / "006-again.md").write_text("## Reading\n\nBytes.\n")
+        git(idea, "add", ".")
+        git(idea, "commit", "-q", "-m", "y")
+        facts = {"git_dirty": False, "git_commit": git(idea, "rev-parse", "HEAD"), "versions": env.versions()}
+        return {"arm": "006", "code_sha": registry.source_sha("006"), "env": facts}
+
+    return make
+
+
+def test_the_newest_promotion_comes_first_and_a_repeat_replaces(good, second):
     promote.promote("005", [good()])
-    add_idea("006", "again", GOOD_KERNEL + "# 006\n")
-    (idea / "profiles" / "006-again.md").write_text("## Reading\n\nBytes.\n")
-    git(idea, "add", ".")
-    git(idea, "commit", "-q", "-m", "y")
-    facts = {**good().env, "git_commit": git(idea, "rev-parse", "HEAD")}
-    about = {"arm": "006", "code_sha": registry.source_sha("006"), "env": facts}
+    about = second()
     both = [good(**about), good(baseline="ship", **about)]
     promote.promote("006", both)
     assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
@@ -92,9 +100,17 @@ def test_the_newest_promotion_comes_first_and_a_repeat_replaces(idea, good, add_
     assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
 
 
-def test_once_the_family_ships_kernels_the_package_must_be_beaten_too(idea, good):
+def test_what_takes_a_promoted_kernels_place_must_beat_the_package(good, second):
     promote.promote("005", [good()])
-    assert "no row of 005 against ship" in refusal([good()])
+    with pytest.raises(promote.Refused, match="no row of 006 against ship"):
+        promote.promote("006", [good(**second())])
+
+
+def test_another_stage_need_not_beat_the_package(good, second):
+    promote.promote("005", [good()])
+    about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
+    promote.promote("006", [good(**about)])
+    assert [s.spans for s in promote.shipped("kda")] == [("bwd.cumsum",), ("bwd.gva",)]
 
 
 @pytest.mark.parametrize(
