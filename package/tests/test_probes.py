@@ -56,6 +56,50 @@ def test_the_inputs_are_calls_that_run(gate):
     assert all(grad is not None for grad in torch.autograd.grad(out.float().sum(), list(tensors.values())))
 
 
+def test_prodtime_on_a_pretend_gpu(capsys, monkeypatch):
+    """Every case and mode has its line; `off` ran with the switch set, `fla` without being dispatched to us."""
+    ran = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    def operator(family, arm):
+        from kernel_fun import cconv, kda
+
+        ours = {"kda": kda.chunk_kda, "cconv": cconv.causal_conv1d}[family]
+
+        def call(**arguments):
+            ran.append((arm, support.switch("KERNEL_FUN_DISABLE"), support.inside_fla_only()))
+            with monkeypatch.context() as m:
+                m.delenv("KERNEL_FUN_DISABLE", raising=False)
+                return ours(**arguments)
+
+        return call
+
+    for name, stand_in in (("is_available", lambda: True), ("get_device_name", lambda: "pretend"), ("Event", Event),
+                           ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(probes, "operator", operator)
+    monkeypatch.setattr(probes.inputs, "__defaults__", ("cpu",))
+    small = {name: {"case": {**sizes, "T": 65}} for name, sizes in probes.SMALL.items()}
+    monkeypatch.setattr(probes, "PRODUCTION", small)
+    assert __main__.main(["prodtime", "--repeats", "1", "--batch", "1"]) == 0
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "pretend ; ms, median of 1"
+    assert [line.split()[:3] for line in lines] == [
+        [family, "case", mode] for family in probes.SMALL for mode in ("fwd", "bwd", "fwdbwd")
+    ]
+    assert all(line.split()[3:7] == ["2.000", "2.000", "2.000", "1.000"] for line in lines)
+    assert {*ran} == {("fla", False, True), ("ours", False, False), ("off", True, False)}
+
+
 def test_arms_leave_the_process_as_it_was(monkeypatch):
     for before in (None, "0"):
         if before is None:
