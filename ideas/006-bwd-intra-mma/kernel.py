@@ -1,13 +1,14 @@
-"""The in-chunk gradients in registers: each warp keeps its 16 rows, and the chain closes to the raw inputs in the same kernel.
+"""The in-chunk gradients in registers: each warp keeps its 16 rows, and the chain closes to the raw inputs in place.
 
 Parent: 000 (replaces fla's intra backward, GVA sum, reverse cumsum, gate, norm and beta backward).
-Delta: a dyadic cover of the chunk. At half-size n (1, 2, 4, .. 32) the second half of every 2n-row block meets its first half through
-    the row m between them, so every exponent is -|gk_r - gk_m| <= 0 at any gate. Up to n = 8 both halves live in one warp: operands
-    go from accumulator to B fragment by movmatrix and nothing is shared; n = 16 and 32 exchange bf16 tiles through shared memory.
-    Then the suffix sum of dg, the gate's and the norm's derivative and the sigmoid's, each element still in its register.
-Why it should be faster: fla gives every 16 x 32 tile its own program: 14.8 ms for intra and 2.2 ms for the passes after it at B16 T8192
-    H16 K128. Read once and written once this is 4.1 KB a token-head, 8.6 GB, 2.1 ms; six exponentials an element, 7k issue slots a
-    chunk, about 1 ms.
+Delta: a dyadic cover of the chunk. At half-size n (1, 2, 4, .. 32) the second half of every 2n-row block meets its first
+    half through the row m between them, so every exponent is -|gk_r - gk_m| <= 0 at any gate. Up to n = 8 both halves
+    live in one warp: operands go from accumulator to B fragment by movmatrix and nothing is shared; n = 16 and 32
+    exchange bf16 tiles through shared memory. Then the suffix sum of dg, the gate's, the norm's and the sigmoid's
+    derivative, each element still in its register.
+Why it should be faster: fla gives every 16 x 32 tile its own program: 14.8 ms for intra and 2.2 ms for the passes after
+    it at B16 T8192 H16 K128. Read once and written once this is 4.1 KB a token-head, 8.6 GB, 2.1 ms; six exponentials
+    an element, 7k issue slots a chunk, about 1 ms.
 Constraints: sm_90, K = 128, bf16 q and k. Any gate, any T, packed sequences, GVA.
 """
 
@@ -18,6 +19,8 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
+from kernel_fun._common import ptx
+
 FAMILY = "kda"
 K = 128  # key dimension
 COLS = 16  # columns a warp holds at a time; a thread has 4 consecutive ones in two rows
@@ -26,192 +29,20 @@ THREADS = 256
 TILE = 16 * 48  # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
 EXCHANGE = 12 * TILE  # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
 STASH = 64 * K * 4  # fp32 dq or dk, until the row dots for the norm are known
-FRAGS = (
-    13 * 128 * 16
-)  # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 for smaller n; the column halves share them
+FRAGS = 13 * 128 * 16  # A fragments, 16 bytes a thread each: 6 for n = 16, 32 and 7 below; the column halves share them
 SMEM = 2 * EXCHANGE + FRAGS + 2 * STASH + 2 * 4 * COLS * 4 + 2 * 3 * 64 * 4
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
-_ptx = cute.arch.inline_ptx
 
-
-# -------------------------------------------------------------------------------------------------- one-instruction helpers
-# A global access is base + index * size: a 64-bit base of the chunk and a 32-bit index cost one multiply-add.
-def _load(kind, n, dtype, base, i, size):
-    regs = ", ".join(f"{{$w{x}}}" for x in range(n))
-    regs, vec = (f"{{{regs}}}", f".v{n}") if n > 1 else (regs, "")
-    return _ptx(
-        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; ld.global{vec}.{kind} {regs}, [a]; }}",
-        write_only_types=[dtype] * n,
-        read_only_args=[base, i],
-    )
-
-
-def _store(kind, base, i, size, *x):
-    regs = ", ".join(f"{{$r{j + 2}}}" for j in range(len(x)))
-    regs, vec = (f"{{{regs}}}", f".v{len(x)}") if len(x) > 1 else (regs, "")
-    _ptx(
-        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; st.global{vec}.{kind} [a], {regs}; }}",
-        read_only_args=[base, i, *x],
-    )
-
-
-def _prefetch(base, i, size):
-    _ptx(
-        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; prefetch.global.L2 [a]; }}",
-        read_only_args=[base, i],
-    )
-
-
-def _ld4(base, i):
-    """Four fp32 at element i."""
-    return _load("f32", 4, Float32, base, i, 4)
-
-
-def _ld2(base, i):
-    """Four bf16 at element i, in two packed registers."""
-    return _load("b32", 2, Uint32, base, i, 2)
-
-
-def _st4(base, i, x):
-    _store("f32", base, i, 4, *x)
-
-
-def _st2(base, i, x):
-    """Four fp32 as bf16 at element i."""
-    _store("b32", base, i, 2, _pack(x[0], x[1]), _pack(x[2], x[3]))
-
-
-def _sts(addr, x):
-    _ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, x])
-
-
-def _sts1(addr, x):
-    _ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, x])
-
-
-def _lds1(addr):
-    return _ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
-
-
-def _sts4(addr, x):
-    _ptx("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *x])
-
-
-def _sts_frag(addr, x):
-    _ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *x])
-
-
-def _lds_frag(addr):
-    return _ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[addr]
-    )
-
-
-def _lds4(addr):
-    return _ptx(
-        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Float32] * 4, read_only_args=[addr]
-    )
-
-
-def _pack(lo, hi):
-    """bf16x2 of two fp32, `lo` in the low half."""
-    return _ptx("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[hi, lo])
-
-
-def _unpack(x):
-    lo = _ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Uint32], read_only_args=[x])
-    hi = _ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Uint32], read_only_args=[x])
-    as_float = lambda y: _ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[y])  # noqa: E731
-    return as_float(lo), as_float(hi)
-
-
-def _decay(a, b):
-    """2^-|a - b|: the one exponential of the kernel, never above 1."""
-    return _ptx(
-        "{ .reg .f32 d; sub.f32 d, {$r0}, {$r1}; abs.f32 d, d; neg.f32 d, d; ex2.approx.ftz.f32 {$w0}, d; }",
-        write_only_types=[Float32],
-        read_only_args=[a, b],
-    )
-
-
-def _decay_exponent(x):
-    """-|x| in log2 units."""
-    return _ptx(
-        "{ .reg .f32 d; abs.f32 d, {$r0}; mul.f32 {$w0}, d, 0fBFB8AA3B; }",
-        write_only_types=[Float32],
-        read_only_args=[x],
-    )
-
-
-def _ex2(x):
-    return _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def _lg2(x):
-    return _ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def _rcp(x):
-    return _ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def _pick(flag, a, b):
-    """a where the integer flag is not 0, else b."""
-    return _ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
-        write_only_types=[Float32],
-        read_only_args=[flag, a, b],
-    )
-
-
-def _transpose(x):
-    """The 8x8 bf16 matrix whose rows the warp's lanes hold in pairs, transposed."""
-    return _ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
-
-
-def _mma16(c, a, b):
-    """c += a b with a [16,16], b [16,8] in bf16, c [16,8] in fp32."""
-    return _ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
-        "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *c],
-    )
-
-
-def _mma8(c, a, b):
-    """c += a b with a [16,8], b [8,8] in bf16, c [16,8] in fp32."""
-    return _ptx(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}}, {{$r2}}, "
-        "{{$r3}, {$r4}, {$r5}, {$r6}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, b, *c],
-    )
-
-
-def _ldmatrix(addr):
-    """B fragments of a [16 rows, 16 columns] tile: two for each block of 8 columns."""
-    return _ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[addr],
-    )
-
-
-def _zeros(n):
-    return [Float32(0.0)] * n
-
-
-# ------------------------------------------------------------------------------------------- A fragments of dAqk and dAkk
+# --------------------------------------------------------------------------------------- A fragments of dAqk and dAkk
 def _block(base, stride, row, col, r, c, n_t):
     """The [16,16] block at (row, col) of a [64,64] fp32 matrix as packed A fragments; rows from n_t on are 0."""
     frags = []
     for dr, dc in ((0, 0), (8, 0), (0, 8), (8, 8)):
         at = row + r + dr
-        x = _load("f32", 2, Float32, base, cutlass.min(at, n_t - 1) * stride + col + c + dc, 4)
+        x = ptx.load("f32", 2, Float32, base, cutlass.min(at, n_t - 1) * stride + col + c + dc, 4)
         keep = Uint32(0) - Uint32(at < n_t)
-        frags.append(_pack(*x) & keep)
+        frags.append(ptx.pack(*x) & keep)
     return frags
 
 
@@ -221,7 +52,7 @@ def _toward(flag, block):
     keep = Uint32(0) - Uint32(flag)
     mixed = [
         (x & keep) | (y & ~keep)
-        for x, y in zip(block, (_transpose(a0), _transpose(a2), _transpose(a1), _transpose(a3)), strict=True)
+        for x, y in zip(block, [ptx.transpose(a) for a in (a0, a2, a1, a3)], strict=True)
     ]
     return mixed
 
@@ -238,26 +69,29 @@ def _strict_lower(r, c):
     return (Uint32(0) - lo) & Uint32(0xFFFF) | (Uint32(0) - hi) & Uint32(0xFFFF0000)
 
 
-# ------------------------------------------------------------------------------------------------------- one level's work
-# A thread's elements are indexed [jj][row][e]: 8-column block jj, row r or r + 8, column e of two. As one C fragment: row * 2 + e.
+# --------------------------------------------------------------------------------------------------- one level's work
+# A thread's elements are indexed [jj][row][e]: 8-column block jj, row r or r + 8, column e of two. As one C fragment:
+# row * 2 + e.
 def _operands(q, k, g, gm, bt):
     """f, k f, and the products' operands bf16(q f), bf16(k f beta) for one 8-column block; beta only on target rows."""
-    q, k = [*_unpack(q[0]), *_unpack(q[1])], [*_unpack(k[0]), *_unpack(k[1])]
-    f = [_decay(g[x], gm[x]) for x in range(4)]
+    q, k = [*ptx.unpack(q[0]), *ptx.unpack(q[1])], [*ptx.unpack(k[0]), *ptx.unpack(k[1])]
+    f = [ptx.decay(g[x], gm[x]) for x in range(4)]
     kf = [k[x] * f[x] for x in range(4)]
-    kx = [_pack(kf[2 * row] * bt[row], kf[2 * row + 1] * bt[row]) for row in range(2)]
-    qx = [_pack(q[2 * row] * f[2 * row], q[2 * row + 1] * f[2 * row + 1]) for row in range(2)]
+    kx = [ptx.pack(kf[2 * row] * bt[row], kf[2 * row + 1] * bt[row]) for row in range(2)]
+    qx = [ptx.pack(q[2 * row] * f[2 * row], q[2 * row + 1] * f[2 * row + 1]) for row in range(2)]
     return f, kf, qx, kx
 
 
 def _update(acc, db, f, kf, qx, kx, x, z, bt, source, target):
-    """Add one level's products: x to dq, z to dk, and to dg the same operands times their products, so pairs cancel in its sum.
+    """Add one level's products: x to dq, z to dk, and to dg the same operands times their products, so pairs cancel
+    in its sum.
 
-    source[row] is the sign bits of a packed pair on source rows (their k z counts negative), target[row] is 1 on target rows.
+    source[row] is the sign bits of a packed pair on source rows (their k z counts negative), target[row] is 1 on
+    target rows.
     """
     dq, dk, dg = acc
     for row in range(2):
-        qr, kr = _unpack(qx[row]), _unpack(kx[row] ^ source[row])
+        qr, kr = ptx.unpack(qx[row]), ptx.unpack(kx[row] ^ source[row])
         for e in range(2):
             i = 2 * row + e
             dq[i] = dq[i] + f[i] * x[i]
@@ -271,15 +105,15 @@ def _gate_bwd(cfg, x, dy, rate, lower_bound):
     dx, da = [], Float32(0.0)
     for v, d in zip(x, dy, strict=True):
         if cfg.gate == "softplus":  # sigmoid and softplus from one exponential of -|v|
-            t = _ex2(_decay_exponent(v))
-            inv = _rcp(1.0 + t)
+            t = ptx.ex2(ptx.decay_exponent(v))
+            inv = ptx.rcp(1.0 + t)
             positive = Int32(v > 0.0)
-            sigmoid = _pick(positive, inv, t * inv)
-            softplus = _lg2(1.0 + t) * LN_2 + _pick(positive, v, Float32(0.0))
+            sigmoid = ptx.pick(positive, inv, t * inv)
+            softplus = ptx.lg2(1.0 + t) * LN_2 + ptx.pick(positive, v, Float32(0.0))
             dx.append(-rate * sigmoid * d)
             da = da - rate * softplus * d
         else:
-            sigmoid = _rcp(1.0 + _ex2(rate * v * -LOG2_E))
+            sigmoid = ptx.rcp(1.0 + ptx.ex2(rate * v * -LOG2_E))
             dx.append(lower_bound * rate * sigmoid * (1.0 - sigmoid) * d)
             da = da + dx[-1] * v
     return dx, da
@@ -287,44 +121,20 @@ def _gate_bwd(cfg, x, dy, rate, lower_bound):
 
 def _finish(cfg, aOut, iG, aIn, iQ, stash, rstd, dot):
     """Four columns of one row of dq or dk: from the stash, through the norm, to memory."""
-    dy = _lds4(stash)
+    dy = ptx.lds4(stash)
     if cfg.l2norm:
-        lo, hi = _ld2(aIn, iQ)
-        dy = [rstd * (d - y * dot) for d, y in zip(dy, [*_unpack(lo), *_unpack(hi)], strict=True)]
-    (_st2 if cfg.dq_bytes == 2 else _st4)(aOut, iG, dy)
+        lo, hi = ptx.ld2(aIn, iQ)
+        dy = [rstd * (d - y * dot) for d, y in zip(dy, [*ptx.unpack(lo), *ptx.unpack(hi)], strict=True)]
+    (ptx.st2 if cfg.dq_bytes == 2 else ptx.st4)(aOut, iG, dy)
 
 
 @cute.kernel
 def _kernel(
-    mQ: cute.Tensor,
-    mK: cute.Tensor,
-    mGk: cute.Tensor,
-    mBeta: cute.Tensor,
-    mDAqk: cute.Tensor,
-    mDAkk: cute.Tensor,
-    mDq: cute.Tensor,
-    mDk: cute.Tensor,
-    mDb: cute.Tensor,
-    mDg: cute.Tensor,
-    mGraw: cute.Tensor,
-    mAlog: cute.Tensor,
-    mBias: cute.Tensor,
-    mQr: cute.Tensor,
-    mKr: cute.Tensor,
-    oDq: cute.Tensor,
-    oDk: cute.Tensor,
-    oDg: cute.Tensor,
-    oDb: cute.Tensor,
-    oDA: cute.Tensor,
-    oDbias: cute.Tensor,
-    mCu: cute.Tensor,
-    mChunks: cute.Tensor,
-    T: Int32,
-    H: Int32,
-    HV: Int32,
-    lower_bound: Float32,
-    beta_scale: Float32,
-    cfg: cutlass.Constexpr,
+    mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mDAqk: cute.Tensor, mDAkk: cute.Tensor,
+    mDq: cute.Tensor, mDk: cute.Tensor, mDb: cute.Tensor, mDg: cute.Tensor, mGraw: cute.Tensor, mAlog: cute.Tensor,
+    mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor, oDq: cute.Tensor, oDk: cute.Tensor, oDg: cute.Tensor,
+    oDb: cute.Tensor, oDA: cute.Tensor, oDbias: cute.Tensor, mCu: cute.Tensor, mChunks: cute.Tensor, T: Int32,
+    H: Int32, HV: Int32, lower_bound: Float32, beta_scale: Float32, cfg: cutlass.Constexpr,
 ):
     tid, _, _ = cute.arch.thread_idx()
     pid, _, _ = cute.arch.block_idx()
@@ -371,24 +181,24 @@ def _kernel(
     d_diag = []  # dAqk[r,r], for the two rows
     for dr in range_constexpr(2):
         diag = cutlass.min(row0 + r + 8 * dr, n_t - 1)
-        d_diag.append(_load("f32", 1, Float32, aDA, diag * sA + diag, 4))
+        d_diag.append(ptx.load("f32", 1, Float32, aDA, diag * sA + diag, 4))
     D0, D3, E0, E3 = D[0] & low, D[3] & low, E[0] & low, E[3] & low
-    Dt0, Dt3 = _transpose(D0), _transpose(D3)
-    Es0, Es3 = E0 | _transpose(E0), E3 | _transpose(E3)
+    Dt0, Dt3 = ptx.transpose(D0), ptx.transpose(D3)
+    Es0, Es3 = E0 | ptx.transpose(E0), E3 | ptx.transpose(E3)
     zero = Uint32(0)
     for i in range_constexpr(3):  # n = 1, 2, 4: the two 8x8 blocks on the diagonal
         mask = _level_mask(r, c, i)
         for slot, (x_d, x_e, x_t) in enumerate(((D0, Es0, Dt0), (D3, Es3, Dt3))):
-            _sts_frag(s_frag + (6 + 2 * i + slot) * 2048, (x_d & mask, x_e & mask, zero, x_t & mask))
-    _sts_frag(s_frag + 12 * 2048, (D[1], E[1], _transpose(E[1]), _transpose(D[1])))  # n = 8
+            ptx.sts_frag(s_frag + (6 + 2 * i + slot) * 2048, (x_d & mask, x_e & mask, zero, x_t & mask))
+    ptx.sts_frag(s_frag + 12 * 2048, (D[1], E[1], ptx.transpose(E[1]), ptx.transpose(D[1])))  # n = 8
     odd, top = w % 2, w // 2  # is this warp a target at n = 16, at n = 32
     hi16, lo16 = w | 1, w & 2  # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
     for slot, a in enumerate((aDA, aE)):
-        _sts_frag(s_frag + slot * 2048, _toward(odd, _block(a, sA, hi16 * 16, lo16 * 16, r, c, n_t)))
+        ptx.sts_frag(s_frag + slot * 2048, _toward(odd, _block(a, sA, hi16 * 16, lo16 * 16, r, c, n_t)))
         for i in range_constexpr(2):  # partners 0, 1 for target warps, 2, 3 for source warps
             row = (top * w + (1 - top) * (2 + i)) * 16
             col = (top * i + (1 - top) * w) * 16
-            _sts_frag(s_frag + (2 + 2 * i + slot) * 2048, _toward(top, _block(a, sA, row, col, r, c, n_t)))
+            ptx.sts_frag(s_frag + (2 + 2 * i + slot) * 2048, _toward(top, _block(a, sA, row, col, r, c, n_t)))
 
     rows = [row0 + r, row0 + r + 8]
     live = [rows[0] < n_t, rows[1] < n_t]
@@ -397,15 +207,15 @@ def _kernel(
     beta = []
     for i in range_constexpr(2):
         b = Float32(mBeta[head + Int64(at[i]) * HV])
-        beta.append(_pick(Int32(live[i]), b, Float32(0.0)))
+        beta.append(ptx.pick(Int32(live[i]), b, Float32(0.0)))
     ld_lane = (lane % 8 + (lane // 8) % 2 * 8) * 48 + lane // 16 * 16  # ldmatrix row address of this lane in a tile
     st_lane = r * 48 + lc * 4
 
-    db0, db1, qd0, qd1, kd0, kd1 = _zeros(6)
+    db0, db1, qd0, qd1, kd0, kd1 = ptx.zeros(6)
     dA = Float32(0.0)
     rate = one
     if const_expr(cfg.has_A):
-        rate = _ex2(Float32(mAlog[hv]) * LOG2_E)
+        rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
     for s in cutlass.range(SLABS, unroll=1):
         db, qd, kd = [db0, db1], [qd0, qd1], [kd0, kd1]
         col = col0 + s * COLS
@@ -414,7 +224,7 @@ def _kernel(
         q, k, g = [[], []], [[], []], [[], []]
         for i in range_constexpr(2):
             keep = Uint32(0) - Uint32(live[i])
-            xq, xk, xg = _ld2(aQ, iQ[i]), _ld2(aK, iQ[i]), _ld4(aG, iG[i])
+            xq, xk, xg = ptx.ld2(aQ, iQ[i]), ptx.ld2(aK, iQ[i]), ptx.ld4(aG, iG[i])
             for jj in range_constexpr(2):
                 q[jj].append(xq[jj] & keep)
                 k[jj].append(xk[jj] & keep)
@@ -422,7 +232,7 @@ def _kernel(
 
         s_gk = smem + 2 * EXCHANGE + FRAGS + (s * (2 * THREADS) + warp * 32 + lc) * 16
         for i in range_constexpr(2):
-            _sts4(s_stash + (s * 2 + i) * (THREADS * 16), [g[0][2 * i], g[0][2 * i + 1], g[1][2 * i], g[1][2 * i + 1]])
+            ptx.sts4(s_stash + (s * 2 + i) * (THREADS * 16), [*g[0][2 * i : 2 * i + 2], *g[1][2 * i : 2 * i + 2]])
         cute.arch.sync_warp()
         # the next slab on its way to L2
         for i in range_constexpr(2):
@@ -434,89 +244,90 @@ def _kernel(
                 (aDk, iG[i], 4),
                 (aDg, iG[i], 4),
             ):
-                _prefetch(base, at_i + COLS, size)
+                ptx.prefetch(base, at_i + COLS, size)
 
         # ---------------------------------------------------------------- operands for other warps: n = 16 and 32
-        g16 = _ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
-        g32 = _ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
+        g16 = ptx.ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
+        g32 = ptx.ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
         for level, gm, target, tslot in ((0, g16, odd, top), (1, g32, top, odd)):
-            bt = [_pick(target, b, one) for b in beta]
+            bt = [ptx.pick(target, b, one) for b in beta]
             for jj in range_constexpr(2):
                 _, _, qx, kx = _operands(q[jj], k[jj], g[jj], [gm[2 * jj], gm[2 * jj + 1]] * 2, bt)
                 for i in range_constexpr(2):
                     to = s_exchange + level * (6 * TILE) + st_lane + i * (8 * 48) + jj * 16
-                    _sts(to + w * TILE, kx[i])
+                    ptx.sts(to + w * TILE, kx[i])
                     if target == 1:
-                        _sts(to + (4 + tslot) * TILE, qx[i])
+                        ptx.sts(to + (4 + tslot) * TILE, qx[i])
 
         # ---------------------------------------------------------------- n = 1, 2, 4, 8: inside the warp
-        acc = [[_zeros(4), _zeros(4), _zeros(4)] for _ in range(2)]
+        acc = [[ptx.zeros(4), ptx.zeros(4), ptx.zeros(4)] for _ in range(2)]
         for i in range_constexpr(4):
             n = 1 << i
             gm = []
             for j in range_constexpr(2):
                 m = ((r + 8 * j) | (2 * n - 1)) - n  # of the warp's 16 rows
-                gm.append(_lds4(s_gk + (m // 8 * THREADS + m % 8 * 4) * 16))
+                gm.append(ptx.lds4(s_gk + (m // 8 * THREADS + m % 8 * 4) * 16))
             if const_expr(n < 8):
                 flag = (r // n) % 2
                 flags = [flag, flag]
             else:
                 flags = [Int32(0), Int32(1)]
-            bt = [_pick(flags[j], beta[j], one) for j in range(2)]
-            target = [_pick(flags[j], one, Float32(0.0)) for j in range(2)]
-            frag = [_lds_frag(s_frag + (6 + 2 * i + slot) * 2048) for slot in range(2 if n < 8 else 1)]
+            bt = [ptx.pick(flags[j], beta[j], one) for j in range(2)]
+            target = [ptx.pick(flags[j], one, Float32(0.0)) for j in range(2)]
+            frag = [ptx.lds_frag(s_frag + (6 + 2 * i + slot) * 2048) for slot in range(2 if n < 8 else 1)]
             source = [(Uint32(1) - Uint32(flags[j])) * Uint32(0x80008000) for j in range(2)]
             for jj in range_constexpr(2):
                 gj = [gm[0][2 * jj], gm[0][2 * jj + 1], gm[1][2 * jj], gm[1][2 * jj + 1]]
                 f, kf, qx, kx = _operands(q[jj], k[jj], g[jj], gj, bt)
-                kb, qb = [_transpose(kx[0]), _transpose(kx[1])], [_transpose(qx[0]), _transpose(qx[1])]
+                kb, qb = [ptx.transpose(kx[0]), ptx.transpose(kx[1])], [ptx.transpose(qx[0]), ptx.transpose(qx[1])]
                 # x and z of the same 8 rows are the two halves of one product: [D 0; E+E^T D^T] [kx; qx]
                 if const_expr(n < 8):
-                    lo, hi = _mma16(_zeros(4), frag[0], (kb[0], qb[0])), _mma16(_zeros(4), frag[1], (kb[1], qb[1]))
+                    lo, hi = (ptx.mma16(ptx.zeros(4), frag[j], (kb[j], qb[j])) for j in range(2))
                     x, z = [lo[0], lo[1], hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 else:
                     d1, e1, e1t, d1t = frag[0]
                     lo, hi = (
-                        _mma16(_zeros(4), (zero, e1t, zero, d1t), (kb[1], qb[1])),
-                        _mma8(_zeros(4), (d1, e1), kb[0]),
+                        ptx.mma16(ptx.zeros(4), (zero, e1t, zero, d1t), (kb[1], qb[1])),
+                        ptx.mma8(ptx.zeros(4), (d1, e1), kb[0]),
                     )
                     x, z = [Float32(0.0), Float32(0.0), hi[0], hi[1]], [lo[2], lo[3], hi[2], hi[3]]
                 _update(acc[jj], db, f, kf, qx, kx, x, z, bt, source, target)
 
         # ---------------------------------------------------------------- n = 16, 32: with the other warps' tiles
-        g16 = _ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
-        g32 = _ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
+        g16 = ptx.ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
+        g32 = ptx.ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=THREADS // 2)
         for level, gm, flag, partners in ((0, g16, odd, [w ^ 1]), (1, g32, top, [(1 - top) * 2, (1 - top) * 2 + 1])):
-            bt = [_pick(flag, b, one) for b in beta]
-            target = _pick(flag, one, Float32(0.0))
+            bt = [ptx.pick(flag, b, one) for b in beta]
+            target = ptx.pick(flag, one, Float32(0.0))
             source, negative = one - target, (Uint32(1) - Uint32(flag)) * Uint32(0x80008000)
-            u, z = [_zeros(4), _zeros(4)], [_zeros(4), _zeros(4)]
+            u, z = [ptx.zeros(4), ptx.zeros(4)], [ptx.zeros(4), ptx.zeros(4)]
             for i, p in enumerate(partners):
-                a_d, a_e = (_lds_frag(s_frag + (2 * level + 2 * i + slot) * 2048) for slot in range(2))
+                a_d, a_e = (ptx.lds_frag(s_frag + (2 * level + 2 * i + slot) * 2048) for slot in range(2))
                 tiles = s_exchange + level * (6 * TILE) + ld_lane
-                kb = _ldmatrix(tiles + p * TILE)
-                # a target takes the partner's kx for both products; a source takes qx, kept by the partner under its pair's number
+                kb = ptx.ldmatrix(tiles + p * TILE)
+                # a target takes the partner's kx for both products; a source takes qx, kept by the partner under its
+                # pair's number
                 pslot = p // 2 if level == 0 else p % 2
-                ub = _ldmatrix(tiles + (flag * p + (1 - flag) * (4 + pslot)) * TILE)
+                ub = ptx.ldmatrix(tiles + (flag * p + (1 - flag) * (4 + pslot)) * TILE)
                 for jj in range_constexpr(2):
-                    u[jj] = _mma16(u[jj], a_d, (ub[2 * jj], ub[2 * jj + 1]))
-                    z[jj] = _mma16(z[jj], a_e, (kb[2 * jj], kb[2 * jj + 1]))
+                    u[jj] = ptx.mma16(u[jj], a_d, (ub[2 * jj], ub[2 * jj + 1]))
+                    z[jj] = ptx.mma16(z[jj], a_e, (kb[2 * jj], kb[2 * jj + 1]))
             for jj in range_constexpr(2):
                 f, kf, qx, kx = _operands(q[jj], k[jj], g[jj], [gm[2 * jj], gm[2 * jj + 1]] * 2, bt)
                 x = [target * y for y in u[jj]]
                 zz = [z[jj][i] + source * u[jj][i] for i in range(4)]
                 _update(acc[jj], db, f, kf, qx, kx, x, zz, bt, [negative, negative], [target, target])
 
-        # ---------------------------------------------------------------- add what came in; row dots; stash for the norm
+        # ------------------------------------------------------------- add what came in; row dots; stash for the norm
         cute.arch.sync_warp()  # all lanes are done with gk in the stash
         for i in range_constexpr(2):
-            live_f = _pick(Int32(live[i]), one, Float32(0.0))
-            xq, xk, xg = _ld4(aDq, iG[i]), _ld4(aDk, iG[i]), _ld4(aDg, iG[i])
+            live_f = ptx.pick(Int32(live[i]), one, Float32(0.0))
+            xq, xk, xg = ptx.ld4(aDq, iG[i]), ptx.ld4(aDk, iG[i]), ptx.ld4(aDg, iG[i])
             yq, yk = [], []
             for jj in range_constexpr(2):
                 dq, dk, dg = acc[jj]
-                qf, kf = _unpack(q[jj][i]), _unpack(k[jj][i])
+                qf, kf = ptx.unpack(q[jj][i]), ptx.unpack(k[jj][i])
                 for e in range_constexpr(2):
                     j = 2 * i + e
                     dqe = dq[j] + xq[2 * jj + e] + d_diag[i] * kf[e]
@@ -526,8 +337,8 @@ def _kernel(
                     kd[i] = kd[i] + kf[e] * dke
                     yq.append(dqe)
                     yk.append(dke)
-            _sts4(s_stash + (s * 2 + i) * (THREADS * 16), yq)
-            _sts4(s_stash + STASH + (s * 2 + i) * (THREADS * 16), yk)
+            ptx.sts4(s_stash + (s * 2 + i) * (THREADS * 16), yq)
+            ptx.sts4(s_stash + STASH + (s * 2 + i) * (THREADS * 16), yk)
 
         # ---------------------------------------------------------------- suffix sum of dg over the chunk's rows
         dg = [[acc[jj][2][2 * i + e] for jj in range(2) for e in range(2)] for i in range(2)]  # [row][column]
@@ -536,48 +347,48 @@ def _kernel(
                 x = dg[i][e]
                 for step in (1, 2, 4):
                     y = cute.arch.shuffle_sync_down(x, step * 4)
-                    x = x + _pick(Int32(r + step < 8), y, Float32(0.0))
+                    x = x + ptx.pick(Int32(r + step < 8), y, Float32(0.0))
                 dg[i][e] = x
         for e in range_constexpr(4):
             dg[0][e] = dg[0][e] + cute.arch.shuffle_sync(dg[1][e], lc)
         if r == 0:
-            _sts4(s_total + (w * COLS + lc * 4) * 4, dg[0])
+            ptx.sts4(s_total + (w * COLS + lc * 4) * 4, dg[0])
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=THREADS // 2)
         for later in range_constexpr(1, 4):
-            x = _lds4(s_total + (later * COLS + lc * 4) * 4)
-            use = _pick(Int32(later > w), one, Float32(0.0))
+            x = ptx.lds4(s_total + (later * COLS + lc * 4) * 4)
+            use = ptx.pick(Int32(later > w), one, Float32(0.0))
             for e in range_constexpr(4):
                 add = use * x[e]
                 dg[0][e] = dg[0][e] + add
                 dg[1][e] = dg[1][e] + add
 
         # ---------------------------------------------------------------- through the gate, and out
-        bias = _zeros(4)
+        bias = ptx.zeros(4)
         if const_expr(cfg.has_bias):
-            bias = _ld4(mBias.iterator.toint(), hv * K + col)
-        dbias = _zeros(4)
+            bias = ptx.ld4(mBias.iterator.toint(), hv * K + col)
+        dbias = ptx.zeros(4)
         for i in range_constexpr(2):
             y = dg[i]
             if const_expr(cfg.gate != "log"):
                 if const_expr(cfg.g_bytes == 2):
-                    x2 = _ld2(aX, iG[i])
-                    x = [*_unpack(x2[0]), *_unpack(x2[1])]
+                    x2 = ptx.ld2(aX, iG[i])
+                    x = [*ptx.unpack(x2[0]), *ptx.unpack(x2[1])]
                 else:
-                    x = _ld4(aX, iG[i])
-                live_f = _pick(Int32(live[i]), one, Float32(0.0))
+                    x = ptx.ld4(aX, iG[i])
+                live_f = ptx.pick(Int32(live[i]), one, Float32(0.0))
                 y, da = _gate_bwd(
                     cfg, [x[e] + bias[e] for e in range(4)], [y[e] * live_f for e in range(4)], rate, lower_bound
                 )
                 dA = dA + da
                 dbias = [dbias[e] + y[e] for e in range(4)]
             if live[i]:
-                (_st2 if cfg.g_bytes == 2 else _st4)(aOg, iG[i], y)
+                (ptx.st2 if cfg.g_bytes == 2 else ptx.st4)(aOg, iG[i], y)
         if const_expr(cfg.has_bias):
             for e in range_constexpr(4):
                 for step in (4, 8, 16):
                     dbias[e] = dbias[e] + cute.arch.shuffle_sync_bfly(dbias[e], step)
             if r == 0:
-                _st4(oDbias.iterator.toint() + ((Int64(chunk) * 4 + w) * HV + hv) * (K * 4), col, dbias)
+                ptx.st4(oDbias.iterator.toint() + ((Int64(chunk) * 4 + w) * HV + hv) * (K * 4), col, dbias)
         db0, db1, qd0, qd1, kd0, kd1 = db[0], db[1], qd[0], qd[1], kd[0], kd[1]
 
     # ---------------------------------------------------------------------- close beta, A_log and the norm
@@ -587,26 +398,25 @@ def _kernel(
             sums[i] = sums[i] + cute.arch.shuffle_sync_bfly(sums[i], step)
     if lc == 0:
         for i in range_constexpr(6):
-            _sts1(s_dots + ((half * 3 + i // 2) * 64 + row0 + r + i % 2 * 8) * 4, sums[i])
+            ptx.sts1(s_dots + ((half * 3 + i // 2) * 64 + row0 + r + i % 2 * 8) * 4, sums[i])
     cute.arch.sync_threads()
     dots = []
     for i in range_constexpr(6):
         where = s_dots + (i // 2 * 64 + row0 + r + i % 2 * 8) * 4
-        dots.append(_lds1(where) + _lds1(where + 3 * 64 * 4))
+        dots.append(ptx.lds1(where) + ptx.lds1(where + 3 * 64 * 4))
     if const_expr(cfg.has_A):
         for step in (1, 2, 4, 8, 16):
             dA = dA + cute.arch.shuffle_sync_bfly(dA, step)
         if lane == 0:
-            _store("f32", oDA.iterator.toint() + (Int64(chunk) * 8 + warp) * HV * 4, hv, 4, dA)
+            ptx.store("f32", oDA.iterator.toint() + (Int64(chunk) * 8 + warp) * HV * 4, hv, 4, dA)
     for i in range_constexpr(2):
         if live[i]:
-            if half == 0:
-                if lc == 0:
-                    token = head + Int64(rows[i]) * HV
-                    d_beta = dots[i] + Float32(mDb[token])
-                    if const_expr(cfg.beta_sigmoid):
-                        d_beta = d_beta * beta[i] * (1.0 - beta[i] / beta_scale)
-                    oDb[token] = d_beta.to(oDb.element_type)
+            if half * 4 + lc == 0:
+                token = head + Int64(rows[i]) * HV
+                d_beta = dots[i] + Float32(mDb[token])
+                if const_expr(cfg.beta_sigmoid):
+                    d_beta = d_beta * beta[i] * (1.0 - beta[i] / beta_scale)
+                oDb[token] = d_beta.to(oDb.element_type)
             q_rstd, k_rstd = one, one
             if const_expr(cfg.l2norm):
                 q_rstd = Float32(mQr[qhead + Int64(rows[i]) * H])
@@ -619,7 +429,7 @@ def _kernel(
                 _finish(cfg, aOk, jG, aK, jQ, stash + STASH, k_rstd, dots[4 + i])
 
 
-# ------------------------------------------------------------------------------------------------------------- host code
+# ---------------------------------------------------------------------------------------------------------- host code
 class _Config:
     """What the kernel is specialised for."""
 
@@ -632,67 +442,16 @@ class _Config:
 def _launcher(cfg):
     @cute.jit
     def launch(
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mGk: cute.Tensor,
-        mBeta: cute.Tensor,
-        mDAqk: cute.Tensor,
-        mDAkk: cute.Tensor,
-        mDq: cute.Tensor,
-        mDk: cute.Tensor,
-        mDb: cute.Tensor,
-        mDg: cute.Tensor,
-        mGraw: cute.Tensor,
-        mAlog: cute.Tensor,
-        mBias: cute.Tensor,
-        mQr: cute.Tensor,
-        mKr: cute.Tensor,
-        oDq: cute.Tensor,
-        oDk: cute.Tensor,
-        oDg: cute.Tensor,
-        oDb: cute.Tensor,
-        oDA: cute.Tensor,
-        oDbias: cute.Tensor,
-        mCu: cute.Tensor,
-        mChunks: cute.Tensor,
-        T: Int32,
-        H: Int32,
-        HV: Int32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        grid: Int32,
-        stream,
+        mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mDAqk: cute.Tensor,
+        mDAkk: cute.Tensor, mDq: cute.Tensor, mDk: cute.Tensor, mDb: cute.Tensor, mDg: cute.Tensor,
+        mGraw: cute.Tensor, mAlog: cute.Tensor, mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor,
+        oDq: cute.Tensor, oDk: cute.Tensor, oDg: cute.Tensor, oDb: cute.Tensor, oDA: cute.Tensor,
+        oDbias: cute.Tensor, mCu: cute.Tensor, mChunks: cute.Tensor, T: Int32, H: Int32, HV: Int32,
+        lower_bound: Float32, beta_scale: Float32, grid: Int32, stream,
     ):
         _kernel(
-            mQ,
-            mK,
-            mGk,
-            mBeta,
-            mDAqk,
-            mDAkk,
-            mDq,
-            mDk,
-            mDb,
-            mDg,
-            mGraw,
-            mAlog,
-            mBias,
-            mQr,
-            mKr,
-            oDq,
-            oDk,
-            oDg,
-            oDb,
-            oDA,
-            oDbias,
-            mCu,
-            mChunks,
-            T,
-            H,
-            HV,
-            lower_bound,
-            beta_scale,
-            cfg,
+            mQ, mK, mGk, mBeta, mDAqk, mDAkk, mDq, mDk, mDb, mDg, mGraw, mAlog, mBias, mQr, mKr, oDq, oDk, oDg, oDb,
+            oDA, oDbias, mCu, mChunks, T, H, HV, lower_bound, beta_scale, cfg,
         ).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream
         )
@@ -701,17 +460,15 @@ def _launcher(cfg):
 
 
 _TYPES = {
-    torch.bfloat16: cutlass.BFloat16,
-    torch.float16: cutlass.Float16,
-    torch.float32: Float32,
-    torch.int64: Int64,
+    torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32, torch.int64: Int64,
     torch.int32: Int32,
 }
 
 
 @functools.cache
 def _compile(cfg_key, dtypes, options="--enable-tvm-ffi"):
-    """The kernel for one specialisation; takes the 23 tensors flattened, then the numbers, and runs on torch's current stream."""
+    """The kernel for one specialisation; takes the 23 tensors flattened, then the numbers, and runs on torch's
+    current stream."""
     tensors = [cute.runtime.make_fake_compact_tensor(_TYPES[d], (cute.sym_int64(),), assumed_align=16) for d in dtypes]
     numbers = (Int32(1), Int32(1), Int32(1), Float32(0.0), Float32(1.0), Int32(1))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -741,7 +498,8 @@ def supports(p):
 def run(
     *, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, g_raw, A_log, dt_bias, q_rstd, k_rstd, p, cu_seqlens, chunk_indices
 ):
-    """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dg, dbeta in the inputs' dtypes, dA_log, ddt_bias."""
+    """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dg, dbeta in the inputs' dtypes, dA_log,
+    ddt_bias."""
 
     def grad(*shape, dtype):
         x = torch.empty(shape, dtype=dtype, device=q.device)
@@ -750,13 +508,7 @@ def run(
         return x
 
     cfg_key = (
-        p.varlen,
-        p.gate,
-        p.l2norm,
-        p.beta_sigmoid,
-        A_log is not None,
-        dt_bias is not None,
-        p.g_dtype.itemsize,
+        p.varlen, p.gate, p.l2norm, p.beta_sigmoid, A_log is not None, dt_bias is not None, p.g_dtype.itemsize,
         p.HV != p.H,
     )
     out_q, out_k = (grad(p.B, p.T, p.HV, p.K, dtype=torch.float32 if p.HV != p.H else p.dtype) for _ in range(2))
@@ -765,27 +517,8 @@ def run(
     dbias = None if dt_bias is None else q.new_empty(p.NT, 4, p.HV, p.K, dtype=torch.float32)
     f32, i64 = _absent(q.device, torch.float32), _absent(q.device, torch.int64)
     given = (
-        q,
-        k,
-        gk,
-        beta,
-        dAqk,
-        dAkk,
-        dq,
-        dk,
-        db,
-        dg,
-        f32 if g_raw is None else g_raw,
-        A_log,
-        dt_bias,
-        q_rstd,
-        k_rstd,
-        out_q,
-        out_k,
-        out_g,
-        dbeta,
-        dA,
-        dbias,
+        q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, f32 if g_raw is None else g_raw, A_log, dt_bias, q_rstd, k_rstd,
+        out_q, out_k, out_g, dbeta, dA, dbias,
     )
     tensors = [f32 if x is None else x.view(-1) for x in given]
     tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
@@ -807,24 +540,8 @@ def run(
 def run_log_gate(*, q, k, gk, beta, dAqk, dAkk, dq, dk, db, dg, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
     """The same for a precomputed gate: the raw gate is then not needed, so not kept for the backward."""
     return run(
-        q=q,
-        k=k,
-        gk=gk,
-        beta=beta,
-        dAqk=dAqk,
-        dAkk=dAkk,
-        dq=dq,
-        dk=dk,
-        db=db,
-        dg=dg,
-        g_raw=None,
-        A_log=None,
-        dt_bias=None,
-        q_rstd=q_rstd,
-        k_rstd=k_rstd,
-        p=p,
-        cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
+        q=q, k=k, gk=gk, beta=beta, dAqk=dAqk, dAkk=dAkk, dq=dq, dk=dk, db=db, dg=dg, g_raw=None, A_log=None,
+        dt_bias=None, q_rstd=q_rstd, k_rstd=k_rstd, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
     )
 
 

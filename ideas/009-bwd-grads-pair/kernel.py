@@ -1,11 +1,12 @@
 """All gradients of a chunk, in two kernels that meet in bf16.
 
 Parent: 006 (its register-resident in-chunk products), 005 (its one pass over V).
-Delta: the value side (Triton, wgmma) hands the key side (CuTe, mma.sync) bf16 operands instead of fp32 sums: dq and the two parts of dk
-    from the boundary states, and the strictly lower gradients of Mqk and Mkk, which the products would round to bf16 anyway. dAqk is
-    formed here, so nothing reads fla's. The gate's gradient is taken from the same bf16 values on both sides of its sum.
-Why it should be faster: 005 writes and 006 reads 2.3 KB a token-head between them; this pair 1.2 KB: 4.6 GB less at B16 T8192 H16 K128
-    V256, 1.1 of their 11.3 ms, and the value side needs neither q nor k.
+Delta: the value side (Triton, wgmma) hands the key side (CuTe, mma.sync) bf16 operands instead of fp32 sums: dq and the
+    two parts of dk from the boundary states, and the strictly lower gradients of Mqk and Mkk, which the products would
+    round to bf16 anyway. dAqk is formed here, so nothing reads fla's. The gate's gradient takes the same bf16 values on
+    both sides of its sum.
+Why it should be faster: 005 writes and 006 reads 2.3 KB a token-head between them, this pair 1.2 KB: 4.6 GB less at B16
+    T8192 H16 K128 V256, 1.1 of their 11.3 ms; and the value side needs neither q nor k.
 Constraints: sm_90, K = 128, V a multiple of 64, bf16. Any gate (every exponent <= 0), any T, packed sequences, GVA.
 """
 
@@ -32,46 +33,21 @@ THREADS = 256
 TILE = 16 * 48  # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
 EXCHANGE = 12 * TILE  # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
 STASH = 64 * K * 4  # fp32 dq or dk, until the row dots for the norm are known
-FRAGS = (
-    13 * 128 * 16
-)  # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 for smaller n; the column halves share them
+FRAGS = 13 * 128 * 16  # A fragments, 16 bytes a thread each: 6 for n = 16, 32 and 7 below; the column halves share them
 TOTALS = 2 * 4 * COLS * 8
 SMEM = 2 * EXCHANGE + FRAGS + 2 * STASH + TOTALS + 2 * 3 * 64 * 4
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
 
-# ============================================================================================ value side: one pass over V
+# ======================================================================================== value side: one pass over V
 @triton.jit(do_not_specialize=["T"])
 def value_kernel(
-    gk,
-    beta,
-    Akk,
-    do,
-    v_new,
-    dv,
-    v,
-    h,
+    gk, beta, Akk, do, v_new, dv, v, h,
     dh,  # in
-    xq,
-    xu,
-    xd,
-    D,
-    E,
-    diag,
-    tail,
-    yv,
+    xq, xu, xd, D, E, diag, tail, yv,
     dv_out,  # out
-    cu_seqlens,
-    chunk_indices,
-    scale,
-    T,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    cu_seqlens, chunk_indices, scale, T, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, IS_VARLEN: tl.constexpr, STAGES: tl.constexpr,
 ):
     i_c, i_hv = (tl.program_id(0) // HV).to(tl.int64), (tl.program_id(0) % HV).to(tl.int64)  # chunk of the call, head
     if IS_VARLEN:
@@ -108,15 +84,17 @@ def value_kernel(
         b_xd = tl.dot(b_vn, tl.trans(b_dh), b_xd)
         b_xu = tl.dot(b_yl, tl.trans(b_h), b_xu)
         b_D = tl.dot(b_do, tl.trans(b_vn), b_D)
-        b_E = tl.dot(b_yl, tl.trans(b_vn), b_E)
         b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        # Subtracted, not accumulated, and last: the program then waits for its products here. h and dh also go to
+        # registers, and such a load gets no spare buffer: the next copy would land in one that is still being read.
+        b_E -= tl.dot(b_yl, tl.trans(b_vn))
         b_v = tl.load(v + o_tv, mask=m_t, other=0.0)
         b_yv += tl.sum(b_y * b_v.to(tl.float32), 1)
         tl.store(dv_out + o_tv, (b_beta[:, None] * b_y).to(dv_out.dtype.element_ty), mask=m_t)
     o_tt = head * BT + o_t[:, None] * (HV * BT) + o_t[None, :]
     b_lower = o_t[:, None] > o_t[None, :]
     tl.store(D + o_tt, tl.where(b_lower, b_D * scale, 0.0).to(D.dtype.element_ty), mask=m_t)
-    tl.store(E + o_tt, tl.where(b_lower, -b_E, 0.0).to(E.dtype.element_ty), mask=m_t)
+    tl.store(E + o_tt, tl.where(b_lower, b_E, 0.0).to(E.dtype.element_ty), mask=m_t)
     b_diag = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_D, 0.0), 1) * scale
     tl.store(diag + head + o_t * HV, b_diag, mask=o_t < n_t)
     tl.store(yv + head + o_t * HV, b_yv, mask=o_t < n_t)
@@ -133,7 +111,7 @@ def value_kernel(
     tl.store(tail + state + o_k, tl.exp2(b_gn) * b_hh)
 
 
-# ============================================================================================ key side: products in registers
+# ==================================================================================== key side: products in registers
 # ------------------------------------------------------------------------------------------- A fragments of D and E
 def _block(base, stride, row, col, r, c, n_t):
     """The [16,16] block at (row, col) of a [64,64] bf16 matrix as A fragments; rows from n_t on are 0."""
@@ -165,8 +143,9 @@ def _level_mask(r, c, i):
     return (Uint32(0) - lo) & Uint32(0xFFFF) | (Uint32(0) - hi) & Uint32(0xFFFF0000)
 
 
-# ------------------------------------------------------------------------------------------------------- one level's work
-# A thread's elements are indexed [jj][row][e]: 8-column block jj, row r or r + 8, column e of two. As one C fragment: row * 2 + e.
+# --------------------------------------------------------------------------------------------------- one level's work
+# A thread's elements are indexed [jj][row][e]: 8-column block jj, row r or r + 8, column e of two. As one C fragment:
+# row * 2 + e.
 def _operands(q, k, g, gm, bt):
     """f, k f, and the products' operands bf16(q f), bf16(k f beta) for one 8-column block; beta only on target rows."""
     q, k = [*ptx.unpack(q[0]), *ptx.unpack(q[1])], [*ptx.unpack(k[0]), *ptx.unpack(k[1])]
@@ -178,9 +157,11 @@ def _operands(q, k, g, gm, bt):
 
 
 def _update(acc, db, f, kf, qx, kx, x, z, bt, source, target):
-    """Add one level's products: x to dq, z to dk, and to dg the same operands times their products, so pairs cancel in its sum.
+    """Add one level's products: x to dq, z to dk, and to dg the same operands times their products, so pairs cancel
+    in its sum.
 
-    source[row] is the sign bits of a packed pair on source rows (their k z counts negative), target[row] is 1 on target rows.
+    source[row] is the sign bits of a packed pair on source rows (their k z counts negative), target[row] is 1 on
+    target rows.
     """
     dq, dk, dg = acc
     for row in range(2):
@@ -223,36 +204,11 @@ def _finish(cfg, aOut, iG, aIn, iQ, stash, rstd, dot):
 
 @cute.kernel
 def _kernel(
-    mQ: cute.Tensor,
-    mK: cute.Tensor,
-    mGk: cute.Tensor,
-    mBeta: cute.Tensor,
-    mXq: cute.Tensor,
-    mXu: cute.Tensor,
-    mXd: cute.Tensor,
-    mD: cute.Tensor,
-    mE: cute.Tensor,
-    mDiag: cute.Tensor,
-    mTail: cute.Tensor,
-    mYv: cute.Tensor,
-    mGraw: cute.Tensor,
-    mAlog: cute.Tensor,
-    mBias: cute.Tensor,
-    mQr: cute.Tensor,
-    mKr: cute.Tensor,
-    oDq: cute.Tensor,
-    oDk: cute.Tensor,
-    oDg: cute.Tensor,
-    oDb: cute.Tensor,
-    oDA: cute.Tensor,
-    oDbias: cute.Tensor,
-    mCu: cute.Tensor,
-    mChunks: cute.Tensor,
-    T: Int32,
-    H: Int32,
-    HV: Int32,
-    lower_bound: Float32,
-    beta_scale: Float32,
+    mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mXq: cute.Tensor, mXu: cute.Tensor,
+    mXd: cute.Tensor, mD: cute.Tensor, mE: cute.Tensor, mDiag: cute.Tensor, mTail: cute.Tensor, mYv: cute.Tensor,
+    mGraw: cute.Tensor, mAlog: cute.Tensor, mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor, oDq: cute.Tensor,
+    oDk: cute.Tensor, oDg: cute.Tensor, oDb: cute.Tensor, oDA: cute.Tensor, oDbias: cute.Tensor, mCu: cute.Tensor,
+    mChunks: cute.Tensor, T: Int32, H: Int32, HV: Int32, lower_bound: Float32, beta_scale: Float32,
     cfg: cutlass.Constexpr,
 ):
     tid, _, _ = cute.arch.thread_idx()
@@ -294,7 +250,7 @@ def _kernel(
     s_total = smem + 2 * EXCHANGE + FRAGS + 2 * STASH + half * (TOTALS // 2)
     s_dots = smem + 2 * EXCHANGE + FRAGS + 2 * STASH + TOTALS
 
-    # ------------------------------------------------------------------------ A fragments, once per chunk, half by each column half
+    # ---------------------------------------------------------- A fragments, once per chunk, half by each column half
     row0 = w * 16
     odd, top = w % 2, w // 2  # is this warp a target at n = 16, at n = 32
     hi16, lo16 = w | 1, w & 2  # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
@@ -429,7 +385,8 @@ def _kernel(
                 a_d, a_e = (ptx.lds_frag(s_frag + (2 * level + 2 * i + slot) * 2048) for slot in range(2))
                 tiles = s_exchange + level * (6 * TILE) + ld_lane
                 kb = ptx.ldmatrix(tiles + p * TILE)
-                # a target takes the partner's kx for both products; a source takes qx, kept by the partner under its pair's number
+                # a target takes the partner's kx for both products; a source takes qx, kept by the partner under its
+                # pair's number
                 pslot = p // 2 if level == 0 else p % 2
                 ub = ptx.ldmatrix(tiles + (flag * p + (1 - flag) * (4 + pslot)) * TILE)
                 for jj in range_constexpr(2):
@@ -441,7 +398,7 @@ def _kernel(
                 zz = [z[jj][i] + source * u[jj][i] for i in range(4)]
                 _update(acc[jj], db, f, kf, qx, kx, x, zz, bt, [negative, negative], [target, target])
 
-        # ---------------------------------------------------------------- add the states' part; row dots; stash for the norm
+        # --------------------------------------------------------- add the states' part; row dots; stash for the norm
         cute.arch.sync_warp()  # all lanes are done with gk in the stash
         total = ptx.zeros(4)  # per column: sum of k dk through kg
         for i in range_constexpr(2):
@@ -546,13 +503,12 @@ def _kernel(
             ptx.store("f32", oDA.iterator.toint() + (Int64(chunk) * 8 + warp) * HV * 4, hv, 4, dA)
     for i in range_constexpr(2):
         if live[i]:
-            if half == 0:
-                if lc == 0:
-                    token = head + Int64(rows[i]) * HV
-                    d_beta = dots[i] + Float32(mYv[token])
-                    if const_expr(cfg.beta_sigmoid):
-                        d_beta = d_beta * beta[i] * (1.0 - beta[i] / beta_scale)
-                    oDb[token] = d_beta.to(oDb.element_type)
+            if half * 4 + lc == 0:
+                token = head + Int64(rows[i]) * HV
+                d_beta = dots[i] + Float32(mYv[token])
+                if const_expr(cfg.beta_sigmoid):
+                    d_beta = d_beta * beta[i] * (1.0 - beta[i] / beta_scale)
+                oDb[token] = d_beta.to(oDb.element_type)
             q_rstd, k_rstd = one, one
             if const_expr(cfg.l2norm):
                 q_rstd = Float32(mQr[qhead + Int64(rows[i]) * H])
@@ -565,7 +521,7 @@ def _kernel(
                 _finish(cfg, aOk, jG, aK, jQ, stash + STASH, k_rstd, dots[4 + i])
 
 
-# ------------------------------------------------------------------------------------------------------------- host code
+# ---------------------------------------------------------------------------------------------------------- host code
 class _Config:
     """What the kernel is specialised for."""
 
@@ -578,71 +534,16 @@ class _Config:
 def _launcher(cfg):
     @cute.jit
     def launch(
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mGk: cute.Tensor,
-        mBeta: cute.Tensor,
-        mXq: cute.Tensor,
-        mXu: cute.Tensor,
-        mXd: cute.Tensor,
-        mD: cute.Tensor,
-        mE: cute.Tensor,
-        mDiag: cute.Tensor,
-        mTail: cute.Tensor,
-        mYv: cute.Tensor,
-        mGraw: cute.Tensor,
-        mAlog: cute.Tensor,
-        mBias: cute.Tensor,
-        mQr: cute.Tensor,
-        mKr: cute.Tensor,
-        oDq: cute.Tensor,
-        oDk: cute.Tensor,
-        oDg: cute.Tensor,
-        oDb: cute.Tensor,
-        oDA: cute.Tensor,
-        oDbias: cute.Tensor,
-        mCu: cute.Tensor,
-        mChunks: cute.Tensor,
-        T: Int32,
-        H: Int32,
-        HV: Int32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        grid: Int32,
-        stream,
+        mQ: cute.Tensor, mK: cute.Tensor, mGk: cute.Tensor, mBeta: cute.Tensor, mXq: cute.Tensor, mXu: cute.Tensor,
+        mXd: cute.Tensor, mD: cute.Tensor, mE: cute.Tensor, mDiag: cute.Tensor, mTail: cute.Tensor, mYv: cute.Tensor,
+        mGraw: cute.Tensor, mAlog: cute.Tensor, mBias: cute.Tensor, mQr: cute.Tensor, mKr: cute.Tensor,
+        oDq: cute.Tensor, oDk: cute.Tensor, oDg: cute.Tensor, oDb: cute.Tensor, oDA: cute.Tensor,
+        oDbias: cute.Tensor, mCu: cute.Tensor, mChunks: cute.Tensor, T: Int32, H: Int32, HV: Int32,
+        lower_bound: Float32, beta_scale: Float32, grid: Int32, stream,
     ):
         _kernel(
-            mQ,
-            mK,
-            mGk,
-            mBeta,
-            mXq,
-            mXu,
-            mXd,
-            mD,
-            mE,
-            mDiag,
-            mTail,
-            mYv,
-            mGraw,
-            mAlog,
-            mBias,
-            mQr,
-            mKr,
-            oDq,
-            oDk,
-            oDg,
-            oDb,
-            oDA,
-            oDbias,
-            mCu,
-            mChunks,
-            T,
-            H,
-            HV,
-            lower_bound,
-            beta_scale,
-            cfg,
+            mQ, mK, mGk, mBeta, mXq, mXu, mXd, mD, mE, mDiag, mTail, mYv, mGraw, mAlog, mBias, mQr, mKr, oDq, oDk,
+            oDg, oDb, oDA, oDbias, mCu, mChunks, T, H, HV, lower_bound, beta_scale, cfg,
         ).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream
         )
@@ -651,17 +552,15 @@ def _launcher(cfg):
 
 
 _TYPES = {
-    torch.bfloat16: cutlass.BFloat16,
-    torch.float16: cutlass.Float16,
-    torch.float32: Float32,
-    torch.int64: Int64,
+    torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: Float32, torch.int64: Int64,
     torch.int32: Int32,
 }
 
 
 @functools.cache
 def _compile(cfg_key, dtypes, options="--enable-tvm-ffi"):
-    """The kernel for one specialisation; takes the 25 tensors flattened, then the numbers, and runs on torch's current stream."""
+    """The kernel for one specialisation; takes the 25 tensors flattened, then the numbers, and runs on torch's
+    current stream."""
     tensors = [cute.runtime.make_fake_compact_tensor(_TYPES[d], (cute.sym_int64(),), assumed_align=16) for d in dtypes]
     numbers = (Int32(1), Int32(1), Int32(1), Float32(0.0), Float32(1.0), Int32(1))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -691,42 +590,15 @@ def supports(p):
 
 
 def _value_side(new, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
-    """Tensors for the key side: dq, dk in beta kb, dk in kg (bf16 [B,T,HV,K]); D, E (bf16 [B,T,HV,64]); diag, tail, yv; and dv."""
+    """Tensors for the key side: dq, dk in beta kb, dk in kg (bf16 [B,T,HV,K]); D, E (bf16 [B,T,HV,64]); diag, tail,
+    yv; and dv."""
     xq, xu, xd = (new(p.K, dtype=p.dtype) for _ in range(3))
     D, E, diag, yv = new(CHUNK, dtype=p.dtype), new(CHUNK, dtype=p.dtype), new(), new()
     tail, dv_out = v.new_empty(p.NT, p.HV, p.K, dtype=torch.float32), new(p.V, dtype=p.dtype)
     value_kernel[(p.NT * p.HV,)](
-        gk,
-        beta,
-        Akk,
-        do,
-        v_new,
-        dv,
-        v,
-        h,
-        dh,
-        xq,
-        xu,
-        xd,
-        D,
-        E,
-        diag,
-        tail,
-        yv,
-        dv_out,
-        cu_seqlens,
-        chunk_indices,
-        p.scale,
-        p.T,
-        HV=p.HV,
-        K=p.K,
-        V=p.V,
-        BT=CHUNK,
-        BV=BV,
-        IS_VARLEN=p.varlen,
-        STAGES=VALUE_STAGES,
-        num_warps=VALUE_WARPS,
-        num_stages=VALUE_STAGES,
+        gk, beta, Akk, do, v_new, dv, v, h, dh, xq, xu, xd, D, E, diag, tail, yv, dv_out, cu_seqlens, chunk_indices,
+        p.scale, p.T, HV=p.HV, K=p.K, V=p.V, BT=CHUNK, BV=BV, IS_VARLEN=p.varlen, STAGES=VALUE_STAGES,
+        num_warps=VALUE_WARPS, num_stages=VALUE_STAGES,
     )
     return (xq, xu, xd, D, E, diag, tail, yv), dv_out
 
@@ -734,7 +606,8 @@ def _value_side(new, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chun
 def run(
     *, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, g_raw, A_log, dt_bias, q_rstd, k_rstd, p, cu_seqlens, chunk_indices
 ):
-    """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log, ddt_bias."""
+    """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
+    ddt_bias."""
 
     def new(*shape, dtype=torch.float32):
         x = torch.empty(p.B, p.T, p.HV, *shape, dtype=dtype, device=q.device)
@@ -744,13 +617,7 @@ def run(
 
     states, dv_out = _value_side(new, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices)
     cfg_key = (
-        p.varlen,
-        p.gate,
-        p.l2norm,
-        p.beta_sigmoid,
-        A_log is not None,
-        dt_bias is not None,
-        p.g_dtype.itemsize,
+        p.varlen, p.gate, p.l2norm, p.beta_sigmoid, A_log is not None, dt_bias is not None, p.g_dtype.itemsize,
         p.HV != p.H,
     )
     dq, dk = (new(p.K, dtype=torch.float32 if p.HV != p.H else p.dtype) for _ in range(2))
@@ -780,25 +647,8 @@ def run(
 def run_log_gate(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
     """The same for a precomputed gate: the raw gate is then not needed, so not kept for the backward."""
     return run(
-        q=q,
-        k=k,
-        v=v,
-        v_new=v_new,
-        gk=gk,
-        beta=beta,
-        Akk=Akk,
-        h=h,
-        do=do,
-        dh=dh,
-        dv=dv,
-        g_raw=None,
-        A_log=None,
-        dt_bias=None,
-        q_rstd=q_rstd,
-        k_rstd=k_rstd,
-        p=p,
-        cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
+        q=q, k=k, v=v, v_new=v_new, gk=gk, beta=beta, Akk=Akk, h=h, do=do, dh=dh, dv=dv, g_raw=None, A_log=None,
+        dt_bias=None, q_rstd=q_rstd, k_rstd=k_rstd, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
     )
 
 

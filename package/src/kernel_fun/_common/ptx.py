@@ -1,7 +1,9 @@
 """PTX for CuTe kernels, an instruction a function: memory in and out of registers, bf16 pairs, warp matrix products.
 
-A warp matrix fragment follows the PTX layout: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next. bf16 values travel in
-pairs, the lower column in the low half. Global addresses are a 64-bit base and a 32-bit element index, one multiply-add together.
+A warp matrix fragment follows the PTX layout: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+bf16 values travel in
+pairs, the lower column in the low half. Global addresses are a 64-bit base and a 32-bit element index, one
+multiply-add together.
 """
 
 import cutlass.cute as cute
@@ -147,8 +149,8 @@ def transpose(x):
 def mma16(c, a, b):
     """c += a b with a [16,16], b [16,8] in bf16, c [16,8] in fp32."""
     return _ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
-        "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *c],
     )
