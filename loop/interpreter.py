@@ -125,11 +125,13 @@ def install() -> None:
 
 # --------------------------------------------------------------------------------------------------- sm_90, no GPU
 class Compiled(NamedTuple):
-    """What the assembler says of a kernel: registers and spilled bytes a thread, bytes of shared memory a CTA."""
+    """What the assembler says of a kernel: registers and spilled bytes a thread, bytes of shared memory a CTA; and the
+    kernel's forms: Triton's own, PTX, machine code."""
 
     regs: int
     spills: int
     smem: int
+    ttgir: str
     ptx: str
     sass: str
 
@@ -160,7 +162,8 @@ def compile_many(jobs) -> list[Compiled]:
         packed.append((inspect.getsourcefile(raw), raw.__name__, dict(signature), constants, options))
     path = os.pathsep.join([str(_REPO), *filter(None, sys.path)])
     child = subprocess.run(
-        [sys.executable, __file__],  # not `-m loop...`: the package would turn the interpreter on
+        # Not `-m loop...`: the package would turn the interpreter on. -P: this folder has a profile.py, as Python has.
+        [sys.executable, "-P", __file__],
         input=base64.b64encode(pickle.dumps(packed)),
         capture_output=True,
         check=False,
@@ -214,6 +217,7 @@ def _compile_here(path, name, signature, constants, options) -> tuple:
         int(usage["REG"]),
         int(usage["STACK"]) + int(usage["LOCAL"]),
         int(built.metadata.shared),
+        built.asm["ttgir"],
         built.asm["ptx"],
         sass,
     )
