@@ -32,10 +32,14 @@ SLABS = 4  # of COLS columns for each of the two column halves: 8 warps = 4 row 
 THREADS = 256
 TILE = 16 * 48  # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
 EXCHANGE = 12 * TILE  # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
-STASH = 64 * K * 4  # fp32 dq or dk, until the row dots for the norm are known
-FRAGS = 13 * 128 * 16  # A fragments, 16 bytes a thread each: 6 for n = 16, 32 and 7 below; the column halves share them
+FRAGS = 13 * 128 * 16  # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 below; the column halves share
+# A thread copies its own elements of the next slab here while it works on this one: 16 bytes of gk and 8 of q, k and the
+# three tensors from the value side for each of its two rows; and each warp 256 bytes of the slab's edges.
+ITEMS = 2 * THREADS * 16  # where the 8-byte items begin
+EDGES = ITEMS + 10 * THREADS * 8
+STAGE = EDGES + 8 * 256
 TOTALS = 2 * 4 * COLS * 8
-SMEM = 2 * EXCHANGE + FRAGS + 2 * STASH + TOTALS + 2 * 3 * 64 * 4
+SMEM = 2 * EXCHANGE + FRAGS + 2 * STAGE + TOTALS + 2 * 3 * 64 * 4
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
 
@@ -193,13 +197,35 @@ def _gate_bwd(cfg, x, dy, rate, lower_bound):
     return dx, da
 
 
-def _finish(cfg, aOut, iG, aIn, iQ, stash, rstd, dot):
-    """Four columns of one row of dq or dk: from the stash, through the norm, to memory."""
-    dy = ptx.lds4(stash)
-    if cfg.l2norm:
-        lo, hi = ptx.ld2(aIn, iQ)
-        dy = [rstd * (d - y * dot) for d, y in zip(dy, [*ptx.unpack(lo), *ptx.unpack(hi)], strict=True)]
-    (ptx.st2 if cfg.dq_bytes == 2 else ptx.st4)(aOut, iG, dy)
+def _copy_slab(stage, tid, warp, lane, aG, iG, items, aEdge, col0, off):
+    """Begin the copies of the slab `off` columns on: see STAGE."""
+    for i in range(2):
+        ptx.copy_async(stage + (i * THREADS + tid) * 16, aG, iG[i] + off, 4, 16)
+        for x, (base, index) in enumerate(items):
+            ptx.copy_async(stage + ITEMS + (2 * x + i) * (THREADS * 8) + tid * 8, base, index[i] + off, 2, 8)
+    ptx.copy_async(stage + EDGES + warp * 256 + lane % 16 * 16, aEdge, col0 + off, 4, 16)
+
+
+def _gate_input(cfg, base, i):
+    """The raw gate at four columns, or None where the kernel does not need it."""
+    if cfg.gate == "log":
+        return None
+    if cfg.g_bytes == 4:
+        return ptx.ld4(base, i)
+    lo, hi = ptx.ld2(base, i)
+    return [*ptx.unpack(lo), *ptx.unpack(hi)]
+
+
+def _close_norm(cfg, aOut, iG, aIn, iQ, rstd, dot):
+    """Take four columns of dq or dk, which this thread stored, through the norm: rstd (dy - y <y, dy>)."""
+    if cfg.dq_bytes == 2:
+        lo, hi = ptx.ld2(aOut, iG)
+        dy = [*ptx.unpack(lo), *ptx.unpack(hi)]
+    else:
+        dy = ptx.ld4(aOut, iG)
+    lo, hi = ptx.ld2(aIn, iQ)
+    dx = [rstd * (d - y * dot) for d, y in zip(dy, [*ptx.unpack(lo), *ptx.unpack(hi)], strict=True)]
+    (ptx.st2 if cfg.dq_bytes == 2 else ptx.st4)(aOut, iG, dx)
 
 
 @cute.kernel
@@ -238,6 +264,7 @@ def _kernel(
     aG, aX = mGk.iterator.toint() + head * (K * 4), mGraw.iterator.toint() + head * (K * cfg.g_bytes)
     aXq, aXu, aXd = (x.iterator.toint() + head * (K * 2) for x in (mXq, mXu, mXd))
     aD, aE = mD.iterator.toint() + head * 128, mE.iterator.toint() + head * 128
+    aOq, aOk = (x.iterator.toint() + head * (K * cfg.dq_bytes) for x in (oDq, oDk))
     aOg = oDg.iterator.toint() + head * (K * cfg.g_bytes)
     aTail = mTail.iterator.toint() + (Int64(chunk) * HV + hv) * (K * 4)
     sQ, sG, sA = H * K, HV * K, HV * 64
@@ -246,12 +273,26 @@ def _kernel(
     smem = cute.arch.alloc_smem(Uint32, SMEM // 4, 16).toint()
     s_exchange = smem + half * EXCHANGE
     s_frag = smem + 2 * EXCHANGE + (w * 32 + lane) * 16
-    s_stash = smem + 2 * EXCHANGE + FRAGS + tid * 16
-    s_total = smem + 2 * EXCHANGE + FRAGS + 2 * STASH + half * (TOTALS // 2)
-    s_dots = smem + 2 * EXCHANGE + FRAGS + 2 * STASH + TOTALS
+    s_stage = smem + 2 * EXCHANGE + FRAGS
+    s_total = s_stage + 2 * STAGE + half * (TOTALS // 2)
+    s_dots = s_stage + 2 * STAGE + TOTALS
+
+    row0 = w * 16
+    rows = [row0 + r, row0 + r + 8]
+    live = [rows[0] < n_t, rows[1] < n_t]
+    at = [cutlass.min(rows[0], n_t - 1), cutlass.min(rows[1], n_t - 1)]
+    iG, iQ = [x * sG + col0 for x in at], [x * sQ + col0 for x in at]
+    # the edges of a slab: gk at the boundaries of n = 16 and 32, the chunk's whole decay, dt_bias; four lanes for each
+    edge = lane % 16 // 4
+    aEdge = aG + Int64(cutlass.min((w & 2) * 16 + 15, n_t - 1)) * Int64(edge == 0) * (sG * 4)
+    aEdge = aEdge + Int64(cutlass.min(31, n_t - 1)) * Int64(edge == 1) * (sG * 4)
+    aEdge = aEdge + (aTail - aG) * Int64(edge == 2)
+    if const_expr(cfg.has_bias):
+        aEdge = aEdge + (mBias.iterator.toint() + Int64(hv) * (K * 4) - aG) * Int64(edge == 3)
+    items = ((aQ, iQ), (aK, iQ), (aXq, iG), (aXu, iG), (aXd, iG))
+    _copy_slab(s_stage, tid, warp, lane, aG, iG, items, aEdge, col0, 0)
 
     # ---------------------------------------------------------- A fragments, once per chunk, half by each column half
-    row0 = w * 16
     odd, top = w % 2, w // 2  # is this warp a target at n = 16, at n = 32
     hi16, lo16 = w | 1, w & 2  # the pair of row blocks that meet at n = 16: rows of hi, columns of lo
     zero = Uint32(0)
@@ -273,9 +314,6 @@ def _kernel(
                 ptx.sts_frag(s_frag + (2 + 2 * i + slot) * 2048, _toward(top, _block(a, sA, row, part, r, c, n_t)))
     cute.arch.sync_threads()
 
-    rows = [row0 + r, row0 + r + 8]
-    live = [rows[0] < n_t, rows[1] < n_t]
-    at = [cutlass.min(rows[0], n_t - 1), cutlass.min(rows[1], n_t - 1)]
     one = Float32(1.0)
     beta, diag = [], []
     for i in range_constexpr(2):
@@ -290,41 +328,28 @@ def _kernel(
     rate = one
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
+    store_dq = ptx.st2 if cfg.dq_bytes == 2 else ptx.st4
     for s in cutlass.range(SLABS, unroll=1):
         db, qd, kd_dot = [db0, db1], [qd0, qd1], [kd0, kd1]
-        col = col0 + s * COLS
-        iG, iQ = [x * sG + col for x in at], [x * sQ + col for x in at]
+        stage = s_stage + s % 2 * STAGE
+        ptx.wait_all()
+        cute.arch.sync_warp()  # this slab's copies are there for the warp, and the last slab's are no longer read
+        if s + 1 < SLABS:
+            _copy_slab(s_stage + (s + 1) % 2 * STAGE, tid, warp, lane, aG, iG, items, aEdge, col0, (s + 1) * COLS)
         # ---------------------------------------------------------------- this slab's q, k, gk
         q, k, g = [[], []], [[], []], [[], []]
         for i in range_constexpr(2):
             keep = Uint32(0) - Uint32(live[i])
-            xq, xk, xg = ptx.ld2(aQ, iQ[i]), ptx.ld2(aK, iQ[i]), ptx.ld4(aG, iG[i])
+            xq, xk = (ptx.lds2(stage + ITEMS + (2 * x + i) * (THREADS * 8) + tid * 8) for x in range(2))
+            xg = ptx.lds4(stage + (i * THREADS + tid) * 16)
             for jj in range_constexpr(2):
                 q[jj].append(xq[jj] & keep)
                 k[jj].append(xk[jj] & keep)
                 g[jj] += [xg[2 * jj], xg[2 * jj + 1]]
-
-        s_gk = smem + 2 * EXCHANGE + FRAGS + (s * (2 * THREADS) + warp * 32 + lc) * 16
-        for i in range_constexpr(2):
-            ptx.sts4(
-                s_stash + (s * 2 + i) * (THREADS * 16), [g[0][2 * i], g[0][2 * i + 1], g[1][2 * i], g[1][2 * i + 1]]
-            )
-        cute.arch.sync_warp()
-        # the next slab on its way to L2
-        for i in range_constexpr(2):
-            for base, at_i, size in (
-                (aQ, iQ[i], 2),
-                (aK, iQ[i], 2),
-                (aG, iG[i], 4),
-                (aXq, iG[i], 2),
-                (aXu, iG[i], 2),
-                (aXd, iG[i], 2),
-            ):
-                ptx.prefetch(base, at_i + COLS, size)
+        s_gk, s_edge = stage + (warp * 32 + lc) * 16, stage + EDGES + warp * 256 + lc * 16
 
         # ---------------------------------------------------------------- operands for other warps: n = 16 and 32
-        g16 = ptx.ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
-        g32 = ptx.ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
+        g16, g32 = ptx.lds4(s_edge), ptx.lds4(s_edge + 64)
         for level, gm, target, tslot in ((0, g16, odd, top), (1, g32, top, odd)):
             bt = [ptx.pick(target, b, one) for b in beta]
             for jj in range_constexpr(2):
@@ -373,8 +398,7 @@ def _kernel(
                 _update(acc[jj], db, f, kf, qx, kx, x, z, bt, source, target)
 
         # ---------------------------------------------------------------- n = 16, 32: with the other warps' tiles
-        g16 = ptx.ld4(aG, cutlass.min(lo16 * 16 + 15, n_t - 1) * sG + col)
-        g32 = ptx.ld4(aG, cutlass.min(31, n_t - 1) * sG + col)
+        g16, g32 = ptx.lds4(s_edge), ptx.lds4(s_edge + 64)
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=THREADS // 2)
         for level, gm, flag, partners in ((0, g16, odd, [w ^ 1]), (1, g32, top, [(1 - top) * 2, (1 - top) * 2 + 1])):
             bt = [ptx.pick(flag, b, one) for b in beta]
@@ -398,12 +422,13 @@ def _kernel(
                 zz = [z[jj][i] + source * u[jj][i] for i in range(4)]
                 _update(acc[jj], db, f, kf, qx, kx, x, zz, bt, [negative, negative], [target, target])
 
-        # --------------------------------------------------------- add the states' part; row dots; stash for the norm
-        cute.arch.sync_warp()  # all lanes are done with gk in the stash
+        # ------------------------------------- add the states' part; row dots; dq and dk go out as they are so far
+        jG = [x + s * COLS for x in iG]
+        x_gate = [_gate_input(cfg, aX, j) for j in jG]
         total = ptx.zeros(4)  # per column: sum of k dk through kg
         for i in range_constexpr(2):
             keep = Uint32(0) - Uint32(live[i])
-            xq, xu, xd = ptx.ld2(aXq, iG[i]), ptx.ld2(aXu, iG[i]), ptx.ld2(aXd, iG[i])
+            xq, xu, xd = (ptx.lds2(stage + ITEMS + (2 * x + i) * (THREADS * 8) + tid * 8) for x in range(2, 5))
             yq, yk = [], []
             for jj in range_constexpr(2):
                 dq, dk, dg = acc[jj]
@@ -421,8 +446,9 @@ def _kernel(
                     kd_dot[i] = kd_dot[i] + kf[e] * dke
                     yq.append(dqe)
                     yk.append(dke)
-            ptx.sts4(s_stash + (s * 2 + i) * (THREADS * 16), yq)
-            ptx.sts4(s_stash + STASH + (s * 2 + i) * (THREADS * 16), yk)
+            if live[i]:
+                store_dq(aOq, jG[i], yq)
+                store_dq(aOk, jG[i], yk)
 
         # ---------------------------------------------------------------- suffix sum of dg over the chunk's rows
         dg = [[acc[jj][2][2 * i + e] for jj in range(2) for e in range(2)] for i in range(2)]  # [row][column]
@@ -442,14 +468,10 @@ def _kernel(
             ptx.sts4(s_total + (w * COLS + lc * 4) * 4, dg[0])
             ptx.sts4(s_total + TOTALS // 4 + (w * COLS + lc * 4) * 4, total)
         cute.arch.barrier(barrier_id=1 + half, number_of_threads=THREADS // 2)
-        add = ptx.load(
-            "f32", 4, Float32, aTail, col, 4
-        )  # whole decay of the chunk, for every row, as is the total of k dk
+        add = ptx.lds4(s_edge + 128)  # the chunk's whole decay: for every row, as is the total of k dk
         for other in range_constexpr(4):
-            x, y = (
-                ptx.lds4(s_total + (other * COLS + lc * 4) * 4),
-                ptx.lds4(s_total + TOTALS // 4 + (other * COLS + lc * 4) * 4),
-            )
+            to = s_total + (other * COLS + lc * 4) * 4
+            x, y = ptx.lds4(to), ptx.lds4(to + TOTALS // 4)
             later = ptx.pick(Int32(other > w), one, Float32(0.0))
             add = [add[e] + y[e] + later * x[e] for e in range(4)]
         dg = [[dg[i][e] + add[e] for e in range(4)] for i in range(2)]
@@ -457,16 +479,12 @@ def _kernel(
         # ---------------------------------------------------------------- through the gate, and out
         bias = ptx.zeros(4)
         if const_expr(cfg.has_bias):
-            bias = ptx.ld4(mBias.iterator.toint(), hv * K + col)
+            bias = ptx.lds4(s_edge + 192)
         dbias = ptx.zeros(4)
         for i in range_constexpr(2):
             y = dg[i]
             if const_expr(cfg.gate != "log"):
-                if const_expr(cfg.g_bytes == 2):
-                    x2 = ptx.ld2(aX, iG[i])
-                    x = [*ptx.unpack(x2[0]), *ptx.unpack(x2[1])]
-                else:
-                    x = ptx.ld4(aX, iG[i])
+                x = x_gate[i]
                 live_f = ptx.pick(Int32(live[i]), one, Float32(0.0))
                 y, da = _gate_bwd(
                     cfg, [x[e] + bias[e] for e in range(4)], [y[e] * live_f for e in range(4)], rate, lower_bound
@@ -474,13 +492,13 @@ def _kernel(
                 dA = dA + da
                 dbias = [dbias[e] + y[e] for e in range(4)]
             if live[i]:
-                (ptx.st2 if cfg.g_bytes == 2 else ptx.st4)(aOg, iG[i], y)
+                (ptx.st2 if cfg.g_bytes == 2 else ptx.st4)(aOg, jG[i], y)
         if const_expr(cfg.has_bias):
             for e in range_constexpr(4):
                 for step in (4, 8, 16):
                     dbias[e] = dbias[e] + cute.arch.shuffle_sync_bfly(dbias[e], step)
             if r == 0:
-                ptx.st4(oDbias.iterator.toint() + ((Int64(chunk) * 4 + w) * HV + hv) * (K * 4), col, dbias)
+                ptx.st4(oDbias.iterator.toint() + ((Int64(chunk) * 4 + w) * HV + hv) * (K * 4), col0 + s * COLS, dbias)
         db0, db1, qd0, qd1, kd0, kd1 = db[0], db[1], qd[0], qd[1], kd_dot[0], kd_dot[1]
 
     # ---------------------------------------------------------------------- close beta, A_log and the norm
@@ -509,16 +527,12 @@ def _kernel(
                 if const_expr(cfg.beta_sigmoid):
                     d_beta = d_beta * beta[i] * (1.0 - beta[i] / beta_scale)
                 oDb[token] = d_beta.to(oDb.element_type)
-            q_rstd, k_rstd = one, one
             if const_expr(cfg.l2norm):
                 q_rstd = Float32(mQr[qhead + Int64(rows[i]) * H])
                 k_rstd = Float32(mKr[qhead + Int64(rows[i]) * H])
-            aOq, aOk = (x.iterator.toint() + head * (K * cfg.dq_bytes) for x in (oDq, oDk))
-            for part in cutlass.range(SLABS, unroll=1):
-                jG, jQ = rows[i] * sG + col0 + part * COLS, rows[i] * sQ + col0 + part * COLS
-                stash = s_stash + (part * 2 + i) * (THREADS * 16)
-                _finish(cfg, aOq, jG, aQ, jQ, stash, q_rstd, dots[2 + i])
-                _finish(cfg, aOk, jG, aK, jQ, stash + STASH, k_rstd, dots[4 + i])
+                for part in cutlass.range(SLABS, unroll=2):
+                    _close_norm(cfg, aOq, iG[i] + part * COLS, aQ, iQ[i] + part * COLS, q_rstd, dots[2 + i])
+                    _close_norm(cfg, aOk, iG[i] + part * COLS, aK, iQ[i] + part * COLS, k_rstd, dots[4 + i])
 
 
 # ---------------------------------------------------------------------------------------------------------- host code
@@ -571,6 +585,11 @@ def _compile(cfg_key, dtypes, options="--enable-tvm-ffi"):
 def _absent(device, dtype):
     """Stands in for a tensor the call does not have; never read."""
     return torch.zeros(4, dtype=dtype, device=device)
+
+
+def _flat(x):
+    """One dimension, 16-byte aligned: a view of a parameter may begin anywhere."""
+    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(-1)
 
 
 def supports(p):
@@ -626,7 +645,7 @@ def run(
     dbias = None if dt_bias is None else q.new_empty(p.NT, 4, p.HV, p.K, dtype=torch.float32)
     f32, i64 = _absent(q.device, torch.float32), _absent(q.device, torch.int64)
     given = (q, k, gk, beta, *states, g_raw, A_log, dt_bias, q_rstd, k_rstd, dq, dk, dg, dbeta, dA, dbias)
-    tensors = [f32 if x is None else x.view(-1) for x in given]
+    tensors = [f32 if x is None else _flat(x) for x in given]
     tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
     kernel = _compile(cfg_key, tuple(x.dtype for x in tensors))
     kernel(*tensors, p.T, p.H, p.HV, 0.0 if p.lower_bound is None else p.lower_bound, p.beta_scale, p.NT * p.HV)

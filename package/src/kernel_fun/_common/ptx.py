@@ -58,6 +58,23 @@ def st2(base, i, x):
     store("b32", base, i, 2, pack(x[0], x[1]), pack(x[2], x[3]))
 
 
+def copy_async(to, base, i, size, n):
+    """Copy n bytes (8 or 16) from element i to shared memory without waiting; see `commit` and `wait_all`."""
+    _ptx(
+        f"{{ .reg .s64 a; mad.wide.s32 a, {{$r1}}, {size}, {{$r0}}; cp.async.ca.shared.global [{{$r2}}], [a], {n}; }}",
+        read_only_args=[base, i, to],
+    )
+
+
+def commit():
+    _ptx("cp.async.commit_group;")
+
+
+def wait_all():
+    """This thread's copies have landed; a barrier makes them visible to others."""
+    _ptx("cp.async.wait_all;")
+
+
 def sts(addr, x):
     _ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, x])
 
@@ -82,6 +99,11 @@ def lds_frag(addr):
     return _ptx(
         "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[addr]
     )
+
+
+def lds2(addr):
+    """Four bf16 in two packed registers."""
+    return _ptx("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[addr])
 
 
 def lds4(addr):
