@@ -32,7 +32,7 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
 
 
 def best() -> registry.Idea:
-    """Of the ideas that this machine can run, the promoted one with the largest recorded ratio; the newest when none is."""
+    """Of the ideas that run here, the promoted one with the largest recorded ratio; the newest when none is."""
     usable = [i for i in registry.all_ideas() if i.error is None and _runs_here(i)]
     if not usable:
         raise ValueError("no idea with a notebook runs here; ./ladder new makes one")

@@ -47,32 +47,21 @@ def nightly(
         raise ValueError(
             f"jobs={jobs}: {'1 on a GPU, where ideas would time each other' if jobs > 1 else 'at least 1'}"
         )
-    batch = rows.new_run_id()
-    base = out or run.out_folder()
-    folder = run.make_folder(base / "nightly" / batch)
-    report = _Report(ideas)
-    children: set[subprocess.Popen] = set()
-    with report, ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_one, idea, batch, base, timeout, report, children) for idea in ideas]
-        try:
-            results = [future.result() for future in futures]
-        except KeyboardInterrupt:
-            for future in futures:
-                future.cancel()
-            for child in list(children):
-                child.terminate()
-            results = [f.result() for f in futures if f.done() and not f.cancelled() and not f.exception()]
-            _finish(folder, results, report, f"interrupted after {len(results)} of {len(ideas)}")
-            return 130
-    failed, passed = (sum(getattr(result, name) for result in results) for name in ("failed", "ok"))
-    declined = len(results) - failed - passed
-    _finish(
-        folder,
-        results,
-        report,
-        f"{passed} passed, {failed} failed" + (f", {declined} not for this machine" if declined else ""),
-    )
-    return int(failed > 0)
+    batch = _Batch(ideas, out or run.out_folder(), timeout)
+    folder = run.make_folder(batch.base / "nightly" / batch.run_id)
+    try:
+        with batch.report:
+            batch.work(jobs)
+    except KeyboardInterrupt:
+        said, code = f"interrupted after {len(batch.results)} of {len(ideas)}", 130
+    else:
+        failed, passed = (sum(getattr(r, name) for r in batch.results) for name in ("failed", "ok"))
+        declined = len(ideas) - failed - passed
+        said = f"{passed} passed, {failed} failed" + (f", {declined} not for this machine" if declined else "")
+        code = int(failed > 0)
+    path = page.write_index(folder / "index.html", batch.results, board.entries(), title="kernel-fun nightly")
+    print(f"{said}\n{run.shown(path)}", flush=True)
+    return code
 
 
 def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
@@ -87,58 +76,75 @@ def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
     return ideas
 
 
-def _one(
-    idea: registry.Idea, batch: str, base: Path, timeout: float, report: "_Report", children: set
-) -> run.RunResult:
-    """Run one idea in a process of its own; whatever happens to it, a result."""
-    run_id = f"{batch}-{idea.id}"
-    report.started(idea)
-    began = time.monotonic()
-    command = [sys.executable, "-m", "loop.run", idea.id, str(base), str(CELL_SHARE * timeout)]
-    log = base / "runs" / f"{run_id}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "LOOP_RUN_ID": run_id, "PYTHONPATH": execute.python_path()}
-    status, message = "RUNNER_DIED", ""
-    with open(log, "wb") as sink:
-        child = subprocess.Popen(
-            command,
-            cwd=registry.root(),
-            env=environment,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-        children.add(child)
-        try:
-            code = child.wait(timeout)
-            message = f"its process ended with code {code}; see {run.shown(log)}"
-        except subprocess.TimeoutExpired:
-            status, message = "RUNNER_TIMEOUT", f"ended after {timeout:g} s; see {run.shown(log)}"
-        finally:
-            processes.reap(run_id)
-            child.wait()
-            children.discard(child)
-    result = _read(base, run_id) if status != "RUNNER_TIMEOUT" else None
-    if result is None:
-        failed = run.RunResult(idea.id, run_id, status, message, time.monotonic() - began, rows=run.rows_of(run_id))
-        result = run.recorded(failed, {})
-    report.finished(idea, result)
-    return result
+class _Batch:
+    """The processes of one batch and what they left, in the order they ended."""
 
+    def __init__(self, ideas: Sequence[registry.Idea], base: Path, timeout: float):
+        self.ideas, self.base, self.timeout = ideas, base, timeout
+        self.run_id = rows.new_run_id()
+        self.report = _Report(ideas)
+        self.results: list[run.RunResult] = []
+        self.children: set[subprocess.Popen] = set()
+        self.stopping = threading.Event()
 
-def _read(base: Path, run_id: str) -> run.RunResult | None:
-    """The result a child left; None when it did not get that far."""
-    path = run.folder_of(base, run_id) / "result.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        paths = {name: Path(facts[name]) if facts[name] else None for name in ("notebook", "html")}
-        return run.RunResult(**{**facts, **paths}, rows=run.rows_of(run_id))
-    return None
+    def work(self, jobs: int) -> None:
+        """Every idea, `jobs` at a time. An interrupt ends the running ones, without a row."""
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(self._one, idea) for idea in self.ideas]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self.stopping.set()
+                for future in futures:
+                    future.cancel()
+                for child in list(self.children):
+                    child.terminate()
+                raise
 
+    def _one(self, idea: registry.Idea) -> None:
+        """Run one idea in a process of its own; whatever happens to it, a result."""
+        run_id = f"{self.run_id}-{idea.id}"
+        self.report.started(idea)
+        began = time.monotonic()
+        status, message = self._process(idea, run_id)
+        if self.stopping.is_set():
+            return
+        result = self._read(run_id) if status != "RUNNER_TIMEOUT" else None
+        if result is None:
+            result = run.RunResult(idea.id, run_id, status, message, time.monotonic() - began, rows=run.rows_of(run_id))
+            run.record(result, idea)
+        self.results.append(result)
+        self.report.finished(idea, result)
 
-def _finish(folder: Path, results: list[run.RunResult], report: "_Report", summary: str) -> None:
-    path = page.write_index(folder / "index.html", results, board.entries(), title="kernel-fun nightly")
-    report.say(f"{summary}\n{run.shown(path)}")
+    def _process(self, idea: registry.Idea, run_id: str) -> tuple[str, str]:
+        """Start the process and wait for it; the status and message that hold if it left no result."""
+        command = [sys.executable, "-m", "loop.run", idea.id, str(self.base), str(CELL_SHARE * self.timeout)]
+        log = run.make_folder(self.base / "runs") / f"{run_id}.log"
+        environment = {**os.environ, "LOOP_RUN_ID": run_id, "PYTHONPATH": execute.python_path()}
+        with open(log, "wb") as sink:
+            child = subprocess.Popen(
+                command, cwd=registry.root(), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+            )
+            self.children.add(child)
+            try:
+                code = child.wait(self.timeout)
+                return "RUNNER_DIED", f"its process ended with code {code}; see {run.shown(log)}"
+            except subprocess.TimeoutExpired:
+                return "RUNNER_TIMEOUT", f"ended after {self.timeout:g} s; see {run.shown(log)}"
+            finally:
+                processes.reap(run_id)
+                child.wait()
+                self.children.discard(child)
+
+    def _read(self, run_id: str) -> run.RunResult | None:
+        """The result a process left; None when it did not get that far."""
+        path = run.folder_of(self.base, run_id) / "result.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            paths = {name: Path(facts[name]) if facts[name] else None for name in ("notebook", "html")}
+            return run.RunResult(**{**facts, **paths}, rows=run.rows_of(run_id))
+        return None
 
 
 class _Report:
@@ -167,10 +173,6 @@ class _Report:
 
     def finished(self, idea: registry.Idea, result: run.RunResult) -> None:
         self._set(idea, result.status, f"{result.seconds:.0f} s", result.verdict if result.ok else result.message)
-
-    def say(self, text: str) -> None:
-        for line in text.splitlines():
-            print(line, flush=True)
 
     def _set(self, idea, *cells: str) -> None:
         with self.lock:

@@ -5,8 +5,10 @@ a success (see TRAPS.md). A run counts as passed only if its kernel lived, every
 row carrying this run's id was written with status PASSED. Everything else has a status of its own.
 """
 
+import hashlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -109,7 +111,9 @@ def run_notebook(
     parameters = dict(parameters or {})
     if unknown := sorted(set(parameters) - set(known := execute.defaults(nb))):
         text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'none'}"
-        return recorded(RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0), parameters)
+        result = RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0)
+        record(result, registry.find(idea), parameters)
+        return result
     folder = make_folder(folder_of(out or out_folder(), run_id))
     executed = folder / "notebook.ipynb"
     with execute.environment(run_id):
@@ -120,7 +124,7 @@ def run_notebook(
     result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, rows=rows_of(run_id))
     result.status, result.message = failure or execute.classify(nbformat.read(executed, as_version=4), result.mine)
     result.html = _write_html(executed, result)
-    recorded(result, parameters)
+    record(result, registry.find(idea), parameters)
     facts = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "rows"}
     (folder / "result.json").write_text(json.dumps(facts, default=str, indent=1) + "\n", encoding="utf-8")
     return result
@@ -171,21 +175,19 @@ def make_folder(path: Path) -> Path:
     """The folder, made if need be. ValueError in one line when it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".write-test"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         raise ValueError(f"cannot write to {path}: {e.strerror}; give another folder with --out") from None
     return path
 
 
-def recorded(result: RunResult, parameters) -> RunResult:
+def record(result: RunResult, idea: registry.Idea, parameters: Mapping[str, object] | None = None) -> None:
     """Write a row for a failure that left none, so that a broken idea is on the page and not merely absent."""
     if result.ok or any(row.status != "PASSED" for row in result.mine):
-        return result
-    idea, device = registry.find(result.idea), env.device_name()
-    family = idea.family or "kda"
-    flags = "".join(f" -p {name}={value}" for name, value in parameters.items())
+        return
+    device = env.device_name()
+    family = next((f for f in registry.FAMILIES if f in (idea.family or "")), registry.FAMILIES[0])
+    flags = "".join(f" -p {name}={value}" for name, value in (parameters or {}).items())
     row = Row(
         run_id=result.run_id,
         utc=rows.utc_now(),
@@ -197,11 +199,10 @@ def recorded(result: RunResult, parameters) -> RunResult:
         device=device,
         env=env.collect(),
         cmd=f"./ladder run {result.idea}{flags}",
-        code_sha=registry.source_sha(result.idea) if idea.kernel.exists() else "",
+        code_sha=hashlib.sha256(idea.kernel.read_bytes()).hexdigest() if idea.kernel.exists() else "",
     )
     writer = rows.Writer(rows.default_folder(family, device), f"run-{result.idea}", result.run_id)
     result.rows.append(writer.write(row))
-    return result
 
 
 def _write_html(executed: Path, result: RunResult) -> Path:

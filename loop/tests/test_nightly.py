@@ -1,11 +1,17 @@
 """The batch: an idea that fails, however it fails, is one row and one line of the page; the others go on."""
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from loop import arms, nightly, registry, rows, run
+from loop import arms, execute, nightly, registry, rows, run
 from loop.tests.test_run import PARAMETERS, PASS
 
 CELLS = {
@@ -66,7 +72,9 @@ def test_selection(batch, add_idea):
 def test_an_idea_that_does_not_import_is_run_and_fails(batch, add_idea):
     """Its notebook's load cell raises; here only what the runner makes of it, without the seconds of a kernel."""
     add_idea("004", "broken", "1 / 0")
-    result = run.recorded(run.RunResult("004", "r", "IMPORT_ERROR", registry.find("004").error, 0.0), {})
+    idea = registry.find("004")
+    result = run.RunResult("004", "r", "IMPORT_ERROR", idea.error, 0.0)
+    run.record(result, idea)
     assert "ZeroDivisionError" in result.rows[0].reason
     assert rows.read()[0].family == "kda"
 
@@ -77,3 +85,42 @@ def test_a_gpu_takes_one_idea_at_a_time(batch, monkeypatch):
         nightly.nightly(jobs=2)
     with pytest.raises(ValueError, match="at least 1"):
         nightly.nightly(jobs=0)
+
+
+def test_an_idea_that_disappears_is_a_row(batch):
+    gone = registry.find("002")
+    shutil.rmtree(gone.folder)
+    one = nightly._Batch([gone], batch / "out", 60.0)
+    one.work(1)
+    assert [(r.idea, r.status) for r in one.results] == [("002", "RUNNER_DIED")]
+    assert "no idea '002'" in (batch / "out" / "runs" / f"{one.run_id}-002.log").read_text()
+    assert [(r.arm, r.status, r.code_sha) for r in rows.read()] == [("002", "RUNNER_DIED", "")]
+
+
+def test_an_interrupt_ends_what_runs_and_keeps_the_page(batch):
+    source = "import pathlib, time; pathlib.Path('here').touch(); time.sleep(60)"
+    nb = execute.load(batch / "ideas/002-crash/bench.ipynb")
+    nb.cells[1].source = source
+    nbformat.write(nb, batch / "ideas/002-crash/bench.ipynb")
+    command = [sys.executable, "-m", "loop", "nightly", "--only", "002"]
+    environment = {**os.environ, "PYTHONPATH": execute.python_path()}
+    child = subprocess.Popen(command, cwd=batch, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (batch / "here").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=60)[0].splitlines()
+    assert child.returncode == 130
+    assert said[-2] == "interrupted after 0 of 1"
+    assert (batch / said[-1]).exists()
+    assert rows.read() == []
+    mark = f"LOOP_ROOT={batch}".encode()
+    left = [p for p in Path("/proc").glob("[0-9]*") if p.name != str(os.getpid()) and mark in _environ(p)]
+    assert left == []
+
+
+def _environ(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""

@@ -50,7 +50,7 @@ def test_documents_name_the_idea_and_its_contract(ladder_root):
     folder = new("8", "next", spans=["bwd.gva..bwd.cumsum"], parent="007")
     facts = registry.front_matter(folder)
     assert list(facts) == ["id", "slug", "family", "spans", "parent", "status"]
-    assert list(facts.values()) == ['"008"', "next", "kda", "[bwd.gva..bwd.cumsum]", '"007"', "proposed"]
+    assert list(facts.values()) == ["008", "next", "kda", "[bwd.gva..bwd.cumsum]", "007", "proposed"]
     assert "`bwd.gva..bwd.cumsum` reads dq, dk, dg and writes dq, dk, dg." in (folder / "IDEA.md").read_text()
     assert notebooks.problems(folder / "bench.ipynb") == []
 
