@@ -33,8 +33,8 @@ THREADS = 256
 TILE = 16 * 48  # bytes of a 16 x 16 bf16 exchange tile; rows 48 bytes apart, so ldmatrix meets no bank twice
 EXCHANGE = 12 * TILE  # per column half: kx of 4 warps and qx of 2 target warps, at n = 16 and at n = 32
 FRAGS = 13 * 128 * 16  # A fragments, 16 bytes a thread each: 6 for n = 16 and 32, 7 below; the column halves share
-# A thread copies its own elements of the next slab here while it works on this one: 16 bytes of gk and 8 of q, k and the
-# three tensors from the value side for each of its two rows; and each warp 256 bytes of the slab's edges.
+# A thread copies its own elements of the next slab here while it works on this one: 16 bytes of gk and 8 of q, k and
+# the three tensors from the value side for each of its two rows; and each warp 256 bytes of the slab's edges.
 ITEMS = 2 * THREADS * 16  # where the 8-byte items begin
 EDGES = ITEMS + 10 * THREADS * 8
 STAGE = EDGES + 8 * 256
