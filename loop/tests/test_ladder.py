@@ -98,7 +98,7 @@ def test_makes_the_environment_once_and_runs_from_anywhere(tree, tmp_path):
     assert "making" in first.stderr
     assert "noise of pip" in first.stderr
     (call,) = pip_calls(tree)
-    assert call["argv"][-4:] == ["-e", f"{tree}[dev]", "-e", str(tree / "package")]
+    assert call["argv"][-4:] == ["-e", f"{tree}[dev,cute]", "-e", str(tree / "package")]
     assert call["constraints"] == (tree / "constraints.txt").read_text()
 
     again = ladder(tree, "demo")
@@ -141,7 +141,7 @@ def test_a_moved_checkout_is_installed_again(tree):
 
 
 def test_uses_the_torch_of_the_python_in_use_and_pins_what_it_has(tree, tmp_path):
-    image = base_python(tmp_path, torch="2.11.0+cu130", triton="3.6.0")
+    image = base_python(tmp_path, torch="2.11.0+cu130", triton="3.6.0", ruff="9.9")
     made = ladder(tree, python=image)
     assert made.returncode == 0, made.stderr
     assert "using torch 2.11.0+cu130 of this Python" in made.stderr
@@ -152,7 +152,7 @@ def test_uses_the_torch_of_the_python_in_use_and_pins_what_it_has(tree, tmp_path
     assert out.stdout.split() == ["2.11.0+cu130", "3.6.0"]
 
     assert ladder(tree).stderr == ""  # another Python in use later does not undo it
-    shutil.rmtree(tmp_path / "base-torch-triton" / "lib")  # but an image that has gone does
+    shutil.rmtree(tmp_path / "base-torch-triton-ruff" / "lib")  # but an image that has gone does
     assert "making" in ladder(tree).stderr
     assert pip_calls(tree)[1]["constraints"] == (tree / "constraints.txt").read_text()
 
