@@ -47,8 +47,9 @@ def errors(check: rows.Check, title: str) -> Picture:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="error as a share of its limit (red line)", title=title)
+    axes.set_xlim(left=min(0.1, axes.get_xlim()[0]))
     if names:
-        axes.legend(loc="lower left", fontsize=8)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
     worst = max(names, key=lambda n: check.errors[n].error / check.errors[n].limit, default="none")
     return Picture(figure, f"{title}. Outputs: {', '.join(names) or 'none'}; closest to its limit: {worst}.")
 
@@ -64,7 +65,7 @@ def times(found: Sequence[rows.Row], title: str) -> Picture:
         middle = sorted(samples)[len(samples) // 2]
         axes.barh(y, middle, height=0.6, color=SOFT if name == "000" else OURS)
         axes.plot([min(samples), max(samples)], [y, y], color="black", linewidth=1)
-        axes.text(middle, y, f" {middle:.3f} ms", va="center", fontsize=8)
+        axes.text(max(samples), y, f" {middle:.3f} ms", va="center", fontsize=8)
     if floor:
         axes.axvline(floor, color=LIMIT, linewidth=1.5, label=f"floor {floor:.3f} ms")
         axes.legend(loc="lower right", fontsize=8)

@@ -211,4 +211,4 @@ class _Progress:
 
     def __exit__(self, *exc):
         if self.handle:
-            self.handle.update({"text/plain": ""}, raw=True)
+            self.handle.update({"text/html": "", "text/plain": ""}, raw=True)  # no empty box is left
