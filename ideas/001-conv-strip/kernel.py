@@ -1,13 +1,13 @@
 """Short causal depthwise convolution as strips: a CTA walks down time over a block of channels, forward and backward.
 
 Parent: 000 (fla's tiles of 64 rows, whose backward runs the forward again and writes one partial dw per 64 rows).
-Delta: the window lives in registers (a ring of W-1 rows), rows arrive through a multi-stage asynchronous copy (the
-    rows of the next groups are in flight while one is worked on), and strips are as long as one wave of CTAs allows.
+Delta: the window lives in registers (a ring of W-1 rows), and rows are loaded in groups before one is worked on: the
+    forward's of 8 rows in time by other CTAs' work, the backward's of 4 rows by asynchronous copies two groups ahead.
     The backward recomputes the pre-activation from the same ring: x and dy are read once, dx is written once, and
     the fp32 partials of dw and db, one per strip, are summed in a fixed order by a second small kernel.
 Why it should be faster: bytes. Forward 2 per element (bf16: 4 B), backward 3 (6 B), plus the halo and one partial per
-    strip of some 300 rows or more (under 2 %); fla's backward moves 5, and W reads of each from the caches. About 14
-    and 29 instructions an element keep the issue slots under 65 % when memory is saturated.
+    strip (under 3 %); fla's backward moves 5, and W reads of each from the caches. About 14 and 29 instructions an
+    element keep the issue slots under 65 % when memory is saturated.
 Constraints: W 2 to 4; bf16, fp16, fp32; any strides of x and dy (fast where channels are unit-stride).
     Packed sequences are cut at uniform rows, not per sequence; a strip visits the sequences it overlaps in turn.
     T = 0 and B = 0 are handled here (outputs of the right shape, states passed through, zero gradients).
@@ -21,11 +21,12 @@ import triton.language as tl
 
 FAMILY = "cconv"
 
-# BD: channels of a CTA at most; G: rows of a group; stages: groups on their way and at work (1: plain loads); ctas: how
-# many fit on one multiprocessor; regs: the registers a thread that let them fit. With states the edges of a strip would
-# spill under that cap, so it is lifted there.
-FWD = {"BD": 512, "warps": 4, "G": 4, "stages": 4, "ctas": 8, "regs": 64}
-BWD = {"BD": 512, "warps": 4, "G": 4, "stages": 3, "ctas": 5, "regs": 96}
+# BD: channels of a CTA at most; G: rows of a group; ctas: how many fit on one multiprocessor; regs: the registers a
+# thread that let them fit (with states the edges of a strip would spill under that cap, so it is lifted there);
+# rows: a strip's length at most (None: any). 128 is 4 waves at T 8192; the forward gains 1.4 % over one wave by it.
+FWD = {"BD": 512, "warps": 4, "G": 8, "ctas": 8, "regs": 64, "rows": 128}
+BWD = {"BD": 1024, "warps": 8, "G": 4, "ctas": 2, "regs": 128, "rows": None}
+BWD_STAGES = 3  # groups on their way and at work
 MIN_ROWS = 16  # a shorter strip would read mostly halo
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -109,43 +110,47 @@ def _past(x, sx_t, h0, n, t, bos, o_d, m_d, D, W: tl.constexpr):
 
 @triton.jit
 def _ring(x, sx_t, h0, n, t, bos, o_d, m_d, D, W: tl.constexpr):
-    """The W - 1 rows before row t, nearest first; the names beyond the window are never read."""
-    x1 = _past(x, sx_t, h0, n, t - 1, bos, o_d, m_d, D, W)
-    x2 = x1
-    x3 = x1
-    if W > 2:
-        x2 = _past(x, sx_t, h0, n, t - 2, bos, o_d, m_d, D, W)
-    if W > 3:
-        x3 = _past(x, sx_t, h0, n, t - 3, bos, o_d, m_d, D, W)
-    return x1, x2, x3
+    """The W - 1 rows before row t, nearest first."""
+    rows = (_past(x, sx_t, h0, n, t - 1, bos, o_d, m_d, D, W),)
+    for k in tl.static_range(2, W):
+        rows += (_past(x, sx_t, h0, n, t - k, bos, o_d, m_d, D, W),)
+    return rows
+
+
+@triton.jit
+def _push(row, ring, W: tl.constexpr):
+    """The ring after one step: `row` is now the nearest, and the oldest is gone."""
+    rows = (row,)
+    for k in tl.static_range(W - 2):
+        rows += (ring[k],)
+    return rows
 
 
 @triton.jit
 def _lags(weight, o_d, m_d, W: tl.constexpr):
-    """Weights by lag: w0 multiplies the row itself, wk the row k before it."""
-    w0 = tl.load(weight + o_d * W + (W - 1), mask=m_d, other=0).to(tl.float32)
-    w1 = tl.load(weight + o_d * W + (W - 2), mask=m_d, other=0).to(tl.float32)
-    w2 = w1
-    w3 = w1
-    if W > 2:
-        w2 = tl.load(weight + o_d * W + (W - 3), mask=m_d, other=0).to(tl.float32)
-    if W > 3:
-        w3 = tl.load(weight + o_d * W, mask=m_d, other=0).to(tl.float32)
-    return w0, w1, w2, w3
+    """W weights by lag: the first multiplies the row itself, number k the row k before it."""
+    ws = (tl.load(weight + o_d * W + (W - 1), mask=m_d, other=0).to(tl.float32),)
+    for k in tl.static_range(1, W):
+        ws += (tl.load(weight + o_d * W + (W - 1 - k), mask=m_d, other=0).to(tl.float32),)
+    return ws
 
 
 @triton.jit
-def _dot(a0, a1, a2, a3, w0, w1, w2, w3, b, W: tl.constexpr):
-    """b + sum over k < W of ak wk; b may be None."""
-    if b is None:
-        z = a0 * w0
-    else:
-        z = b + a0 * w0
-    z += a1 * w1
-    if W > 2:
-        z += a2 * w2
-    if W > 3:
-        z += a3 * w3
+def _bias(bias, o_d, m_d):
+    b_b = None
+    if bias is not None:
+        b_b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32)
+    return b_b
+
+
+@triton.jit
+def _dot(x0, ring, ws, b, W: tl.constexpr):
+    """Pre-activation: b + sum over lags of row times weight; b may be None."""
+    z = x0 * ws[0]
+    if b is not None:
+        z += b
+    for k in tl.static_range(1, W):
+        z += ring[k - 1] * ws[k]
     return z
 
 
@@ -175,19 +180,21 @@ def _place(D, L, NS, T, BD: tl.constexpr):
 
 # -------------------------------------------------------------------------------------------------------------- forward
 @triton.jit
-def _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W: tl.constexpr, SILU: tl.constexpr,
-             RESIDUAL: tl.constexpr, EVEN: tl.constexpr):
-    z = _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W)
+def _fwd_row(x0, ring, ws, b_b, p_r, p_y, m_d, W: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
+             EVEN: tl.constexpr):
+    """Write one row of y; returns the ring after it."""
+    z = _dot(x0, ring, ws, b_b, W)
     if SILU:
         z *= _sigmoid(z)
     if RESIDUAL:
         z += _row(p_r, m_d, EVEN).to(tl.float32)
     _put(p_y, z, m_d, EVEN)
+    return _push(x0, ring, W)
 
 
 @triton.jit
-def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
-               W: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr):
+def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, ws, b_b,
+               W: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr):
     """Rows [a, e) of the sequence that starts at row bos. x, y and residual point at their channels of row 0."""
     RESIDUAL: tl.constexpr = residual is not None
     p_x = x + a.to(tl.int64) * sx_t
@@ -195,17 +202,15 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, 
     p_r = p_y
     if RESIDUAL:
         p_r = residual + a.to(tl.int64) * D
-    x1, x2, x3 = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
+    ring = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
     groups = (e - a) // G
-    for _ in tl.range(0, groups, num_stages=STAGES):
+    for _ in tl.range(0, groups, num_stages=1):
         rows = ()
         for _r in tl.static_range(G):
             rows += (_row(p_x, m_d, EVEN),)
             p_x += sx_t
         for r in tl.static_range(G):
-            x0 = rows[r].to(tl.float32)
-            _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
-            x1, x2, x3 = x0, x1, x2
+            ring = _fwd_row(rows[r].to(tl.float32), ring, ws, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
             p_y += D
             p_r += D
     rest = a + groups * G
@@ -216,8 +221,7 @@ def _fwd_piece(x, y, residual, h0, n, a, e, bos, D, sx_t, o_d, m_d, w0, w1, w2, 
         p_r = p_y
         if RESIDUAL:
             p_r = residual + o_t * D
-        _fwd_row(x0, x1, x2, x3, w0, w1, w2, w3, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
-        x1, x2, x3 = x0, x1, x2
+        ring = _fwd_row(x0, ring, ws, b_b, p_r, p_y, m_d, W, SILU, RESIDUAL, EVEN)
 
 
 @triton.jit(do_not_specialize=["N", "T", "L", "NS"])
@@ -230,31 +234,26 @@ def conv_fwd_kernel(
     h0,            # [N, D, W] or None
     cu_seqlens,    # [N + 1] or None
     N, T, D, L, NS, sx_n, sx_t, sx_d,
-    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr,
-    X_UNIT: tl.constexpr, STAGES: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, X_UNIT: tl.constexpr,
 ):
     """One CTA: L rows of one batch row, BD channels."""
     _, i_b, a, e, o_d = _place(D, L, NS, T, BD)
     m_d = o_d < D
-    w0, w1, w2, w3 = _lags(weight, o_d, m_d, W)
-    b_b = None
-    if bias is not None:
-        b_b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32)
+    ws = _lags(weight, o_d, m_d, W)
+    b_b = _bias(bias, o_d, m_d)
     x += i_b.to(tl.int64) * sx_n + _channels(o_d, sx_d, X_UNIT)
     y += i_b.to(tl.int64) * T * D + o_d
     if residual is not None:
         residual += i_b.to(tl.int64) * T * D + o_d
     if cu_seqlens is None:
-        _fwd_piece(x, y, residual, h0, i_b, a, e, a * 0, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
-                   W, G, SILU, EVEN, STAGES)
+        _fwd_piece(x, y, residual, h0, i_b, a, e, a * 0, D, sx_t, o_d, m_d, ws, b_b, W, G, SILU, EVEN)
     else:
         n = _first_sequence(cu_seqlens, N, a)
         while (a < e) & (n < N):
             bos = tl.load(cu_seqlens + n).to(tl.int32)
             stop = tl.minimum(e, tl.load(cu_seqlens + n + 1).to(tl.int32))
             if a < stop:
-                _fwd_piece(x, y, residual, h0, n, a, stop, bos, D, sx_t, o_d, m_d, w0, w1, w2, w3, b_b,
-                           W, G, SILU, EVEN, STAGES)
+                _fwd_piece(x, y, residual, h0, n, a, stop, bos, D, sx_t, o_d, m_d, ws, b_b, W, G, SILU, EVEN)
             a = tl.maximum(a, stop)
             n += 1
 
@@ -285,56 +284,53 @@ def _grad(dy, z, SILU: tl.constexpr):
 
 
 @triton.jit
-def _sums(d0, d1, d2, d3, db, g, x0, x1, x2, x3, W: tl.constexpr):
-    """Add a row to the sums: dk of the weight at lag k, db of the bias."""
-    d0 += g * x0
-    d1 += g * x1
-    if W > 2:
-        d2 += g * x2
-    if W > 3:
-        d3 += g * x3
-    db += g
-    return d0, d1, d2, d3, db
+def _add(sums, g, x0, ring, W: tl.constexpr):
+    """Add a row of gradients g to the sums: of the weight by lag, then of the bias."""
+    out = (sums[0] + g * x0,)
+    for k in tl.static_range(1, W):
+        out += (sums[k] + g * ring[k - 1],)
+    return out + (sums[W] + g,)  # noqa: RUF005  (Triton has no starred tuples)
 
 
 @triton.jit
-def _dx(g0, g1, g2, g3, w0, w1, w2, w3, W: tl.constexpr):
+def _dx(g0, grads, ws, W: tl.constexpr):
     """dx of the row W - 1 before the newest: the newest gradient g0 meets the oldest weight."""
-    if W == 2:
-        d = _dot(g1, g0, g0, g0, w0, w1, w2, w3, None, 2)
-    elif W == 3:
-        d = _dot(g2, g1, g0, g0, w0, w1, w2, w3, None, 3)
-    else:
-        d = _dot(g3, g2, g1, g0, w0, w1, w2, w3, None, 4)
-    return d
+    d = grads[W - 2] * ws[0]
+    for k in tl.static_range(1, W - 1):
+        d += grads[W - 2 - k] * ws[k]
+    return d + g0 * ws[W - 1]
 
 
 @triton.jit
-def _bwd_edge(x, dy, t, sx_t, sy_t, inside, own, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d,
-              W: tl.constexpr, SILU: tl.constexpr):
+def _bwd_edge(x, dy, t, sx_t, sy_t, inside, own, ring, sums, ws, b_b, m_d, W: tl.constexpr, SILU: tl.constexpr):
     """Row t, near an end: its gradient is 0 unless `inside` the sequence; it enters the sums if the strip's `own`."""
     x0 = _row_if(x + t.to(tl.int64) * sx_t, inside, m_d)
-    g0 = _grad(_row_if(dy + t.to(tl.int64) * sy_t, inside, m_d), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
-    d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, tl.where(own, g0, 0.0), x0, x1, x2, x3, W)
-    return x0, g0, d0, d1, d2, d3, db
+    g0 = _grad(_row_if(dy + t.to(tl.int64) * sy_t, inside, m_d), _dot(x0, ring, ws, b_b, W), SILU)
+    return g0, _push(x0, ring, W), _add(sums, tl.where(own, g0, 0.0), x0, ring, W)
 
 
 @triton.jit
-def _bwd_piece(x, dy, dx, h0, dht, n, a, e, bos, eos, D, sx_t, sy_t, o_d, m_d, w0, w1, w2, w3, b_b,
-               d0, d1, d2, d3, db,
+def _bwd_row(b_x, b_dy, ring, grads, sums, ws, b_b, p_dx, m_d, W: tl.constexpr, SILU: tl.constexpr,
+             EVEN: tl.constexpr):
+    """One row well inside: x and dy in, dx of the row W - 1 before it out; returns the ring, gradients and sums."""
+    x0 = b_x.to(tl.float32)
+    g0 = _grad(b_dy.to(tl.float32), _dot(x0, ring, ws, b_b, W), SILU)
+    _put(p_dx, _dx(g0, grads, ws, W), m_d, EVEN)
+    return _push(x0, ring, W), _push(g0, grads, W), _add(sums, g0, x0, ring, W)
+
+
+@triton.jit
+def _bwd_piece(x, dy, dx, h0, dht, n, a, e, bos, eos, D, sx_t, sy_t, o_d, m_d, ws, b_b, sums,
                W: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr):
     """Rows [a, e) of the sequence [bos, eos). dx trails the newest row by W - 1: it starts with the gradients of the
     first W - 1 rows in hand, and ends with those of the W - 1 rows after the strip, which another strip sums."""
     LAST: tl.constexpr = W - 1 if dht is None else W   # rows of dx after the main loop; dht reaches the last W
-    x1, x2, x3 = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
-    g1 = tl.zeros_like(x1)
-    g2 = g1
-    g3 = g1
+    ring = _ring(x, sx_t, h0, n, a, bos, o_d, m_d, D, W)
+    grads = ring
     for j in tl.static_range(W - 1):
         t = a + j
-        x0, g0, d0, d1, d2, d3, db = _bwd_edge(
-            x, dy, t, sx_t, sy_t, t < eos, t < e, x1, x2, x3, d0, d1, d2, d3, db, w0, w1, w2, w3, b_b, m_d, W, SILU)
-        x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
+        g0, ring, sums = _bwd_edge(x, dy, t, sx_t, sy_t, t < eos, t < e, ring, sums, ws, b_b, m_d, W, SILU)
+        grads = _push(g0, grads, W)
     end = tl.maximum(a, e - LAST)
     groups = (end - a) // G
     p_x = x + (a + (W - 1)).to(tl.int64) * sx_t
@@ -349,34 +345,26 @@ def _bwd_piece(x, dy, dx, h0, dht, n, a, e, bos, eos, D, sx_t, sy_t, o_d, m_d, w
             p_x += sx_t
             p_dy += sy_t
         for r in tl.static_range(G):
-            x0 = xs[r].to(tl.float32)
-            g0 = _grad(dys[r].to(tl.float32), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
-            d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, g0, x0, x1, x2, x3, W)
-            _put(p_dx, _dx(g0, g1, g2, g3, w0, w1, w2, w3, W), m_d, EVEN)
-            x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
+            ring, grads, sums = _bwd_row(xs[r], dys[r], ring, grads, sums, ws, b_b, p_dx, m_d, W, SILU, EVEN)
             p_dx += D
     rest = a + groups * G
     for i in range(0, end - rest):
         o_s = (rest + i).to(tl.int64)
         o_t = o_s + (W - 1)
-        x0 = _row(x + o_t * sx_t, m_d, EVEN).to(tl.float32)
-        g0 = _grad(_row(dy + o_t * sy_t, m_d, EVEN).to(tl.float32), _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU)
-        d0, d1, d2, d3, db = _sums(d0, d1, d2, d3, db, g0, x0, x1, x2, x3, W)
-        _put(dx + o_s * D, _dx(g0, g1, g2, g3, w0, w1, w2, w3, W), m_d, EVEN)
-        x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
+        ring, grads, sums = _bwd_row(_row(x + o_t * sx_t, m_d, EVEN), _row(dy + o_t * sy_t, m_d, EVEN),
+                                     ring, grads, sums, ws, b_b, dx + o_s * D, m_d, W, SILU, EVEN)
     for j in tl.static_range(LAST):
         s = end + j
         t = s + (W - 1)
-        x0, g0, d0, d1, d2, d3, db = _bwd_edge(
-            x, dy, t, sx_t, sy_t, (t < eos) & (s < e), (t < e) & (s < e), x1, x2, x3, d0, d1, d2, d3, db,
-            w0, w1, w2, w3, b_b, m_d, W, SILU)
-        d = _dx(g0, g1, g2, g3, w0, w1, w2, w3, W)
+        g0, ring, sums = _bwd_edge(x, dy, t, sx_t, sy_t, (t < eos) & (s < e), (t < e) & (s < e), ring, sums,
+                                   ws, b_b, m_d, W, SILU)
+        d = _dx(g0, grads, ws, W)
         if dht is not None:
             slot = s - eos + W
             d += _row_if(dht + n.to(tl.int64) * D * W + o_d * W + slot, (slot >= 0) & (slot < W), m_d)
         tl.store(dx + s.to(tl.int64) * D, d.to(dx.dtype.element_ty), mask=m_d & (s < e))
-        x1, x2, x3, g1, g2, g3 = x0, x1, x2, g0, g1, g2
-    return d0, d1, d2, d3, db
+        grads = _push(g0, grads, W)
+    return sums
 
 
 @triton.jit(do_not_specialize=["N", "T", "L", "NS"])
@@ -395,19 +383,17 @@ def conv_bwd_kernel(
     """One CTA: L rows of one batch row, BD channels."""
     i_s, i_b, a, e, o_d = _place(D, L, NS, T, BD)
     m_d = o_d < D
-    w0, w1, w2, w3 = _lags(weight, o_d, m_d, W)
-    b_b = None
-    if bias is not None:
-        b_b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32)
+    ws = _lags(weight, o_d, m_d, W)
+    b_b = _bias(bias, o_d, m_d)
     x += i_b.to(tl.int64) * sx_n + _channels(o_d, sx_d, X_UNIT)
     dy += i_b.to(tl.int64) * sy_n + _channels(o_d, sy_d, DY_UNIT)
     dx += i_b.to(tl.int64) * T * D + o_d
-    d0 = tl.zeros_like(w0)
-    d1, d2, d3, db = d0, d0, d0, d0
+    sums = ()
+    for _k in tl.static_range(W + 1):
+        sums += (tl.zeros([BD], tl.float32),)
     if cu_seqlens is None:
-        d0, d1, d2, d3, db = _bwd_piece(
-            x, dy, dx, h0, dht, i_b, a, e, a * 0, T, D, sx_t, sy_t, o_d, m_d, w0, w1, w2, w3, b_b,
-            d0, d1, d2, d3, db, W, G, SILU, EVEN, STAGES)
+        sums = _bwd_piece(x, dy, dx, h0, dht, i_b, a, e, a * 0, T, D, sx_t, sy_t, o_d, m_d, ws, b_b, sums,
+                          W, G, SILU, EVEN, STAGES)
     else:
         n = _first_sequence(cu_seqlens, N, a)
         while (a < e) & (n < N):
@@ -415,21 +401,16 @@ def conv_bwd_kernel(
             eos = tl.load(cu_seqlens + n + 1).to(tl.int32)
             stop = tl.minimum(e, eos)
             if a < stop:
-                d0, d1, d2, d3, db = _bwd_piece(
-                    x, dy, dx, h0, dht, n, a, stop, bos, eos, D, sx_t, sy_t, o_d, m_d, w0, w1, w2, w3, b_b,
-                    d0, d1, d2, d3, db, W, G, SILU, EVEN, STAGES)
+                sums = _bwd_piece(x, dy, dx, h0, dht, n, a, stop, bos, eos, D, sx_t, sy_t, o_d, m_d, ws, b_b, sums,
+                                  W, G, SILU, EVEN, STAGES)
             a = tl.maximum(a, stop)
             n += 1
     ROWS: tl.constexpr = W if bias is None else W + 1
     p = partial + i_s.to(tl.int64) * ROWS * D + o_d
-    tl.store(p + (W - 1) * D, d0, mask=m_d)
-    tl.store(p + (W - 2) * D, d1, mask=m_d)
-    if W > 2:
-        tl.store(p + (W - 3) * D, d2, mask=m_d)
-    if W > 3:
-        tl.store(p, d3, mask=m_d)
+    for k in tl.static_range(W):
+        tl.store(p + (W - 1 - k) * D, sums[k], mask=m_d)
     if bias is not None:
-        tl.store(p + W * D, db, mask=m_d)
+        tl.store(p + W * D, sums[W], mask=m_d)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -459,26 +440,24 @@ def conv_dh0_kernel(x, dy, weight, bias, h0, dht, dh0, cu_seqlens, T, D, sx_n, s
     o_d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     m_d = o_d < D
     o_h = n.to(tl.int64) * D * W + o_d * W
-    w0, w1, w2, w3 = _lags(weight, o_d, m_d, W)
-    b_b = None
-    if bias is not None:
-        b_b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32)
+    ws = _lags(weight, o_d, m_d, W)
+    b_b = _bias(bias, o_d, m_d)
     x, bos, eos = _sequence(x, cu_seqlens, n, T, sx_n)
     dy, bos, eos = _sequence(dy, cu_seqlens, n, T, sy_n)
     x += _channels(o_d, sx_d, X_UNIT)
     dy += _channels(o_d, sy_d, DY_UNIT)
-    x1, x2, x3 = _ring(x, sx_t, h0, n, bos, bos, o_d, m_d, D, W)
+    ring = _ring(x, sx_t, h0, n, bos, bos, o_d, m_d, D, W)
     gs = ()
     for j in tl.static_range(W - 1):
         t = (bos + j).to(tl.int64)
         x0 = _row_if(x + t * sx_t, t < eos, m_d)
         g = _row_if(dy + t * sy_t, t < eos, m_d)
-        gs += (_grad(g, _dot(x0, x1, x2, x3, w0, w1, w2, w3, b_b, W), SILU),)
-        x1, x2, x3 = x0, x1, x2
+        gs += (_grad(g, _dot(x0, ring, ws, b_b, W), SILU),)
+        ring = _push(x0, ring, W)
     for j in tl.static_range(W):
-        d = tl.zeros_like(w0)
+        d = tl.zeros([BD], tl.float32)
         for t in tl.static_range(j):   # slot j lies W - j rows before row 0, so row t sees it at lag t + W - j
-            d += gs[t] * tl.load(weight + o_d * W + (j - 1 - t), mask=m_d, other=0).to(tl.float32)
+            d += gs[t] * ws[t + W - j]
         if dht is not None:
             slot = j - (eos - bos)     # a sequence shorter than the window hands the slot on to ht
             d += _row_if(dht + o_h + slot, slot >= 0, m_d)
@@ -516,12 +495,14 @@ def _block(D: int, itemsize: int, cfg: dict) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _strip_rows(T: int, columns: int, slots: int, G: int, extra: int) -> int:
-    """Rows of a strip. Of all cuts of T rows, the one whose waves of `slots` CTAs end first; a CTA's start-up, halo and
-    partial sums count as 12 rows. The main loop then takes whole groups: rows = extra modulo G."""
-    most = max(1, min(T // MIN_ROWS, -(-4 * slots // columns)))
-    cuts = min(range(1, most + 1), key=lambda k: (-(-columns * k // slots) * (-(-T // k) + 12), k))
-    return max(-(-(-(-T // cuts) - extra) // G), 1) * G + extra
+def _strip_rows(T: int, columns: int, slots: int, G: int, extra: int, longest: int | None) -> int:
+    """Rows of a strip. Of all cuts of T rows into strips no longer than `longest` (None: any), the one whose waves of
+    `slots` CTAs end first; a CTA's start-up, halo and partial sums count as 12 rows. The main loop then takes whole
+    groups: rows = extra modulo G."""
+    least = triton.cdiv(T, longest or T)
+    most = max(least, min(T // MIN_ROWS, triton.cdiv(4 * slots, columns)))
+    cuts = min(range(least, most + 1), key=lambda k: (triton.cdiv(columns * k, slots) * (triton.cdiv(T, k) + 12), k))
+    return max(triton.cdiv(triton.cdiv(T, cuts) - extra, G), 1) * G + extra
 
 
 def _launch(x, W: int, cfg: dict, itemsize: int, extra: int, cu_seqlens) -> tuple:
@@ -530,10 +511,10 @@ def _launch(x, W: int, cfg: dict, itemsize: int, extra: int, cu_seqlens) -> tupl
     BD, warps = _block(D, itemsize, cfg)
     ND = triton.cdiv(D, BD)
     slots = _multiprocessors(x.device) * cfg["ctas"] * (cfg["warps"] // warps)
-    L = _strip_rows(T, B * ND, slots, cfg["G"], extra)
+    L = _strip_rows(T, B * ND, slots, cfg["G"], extra, cfg["rows"])
     if cu_seqlens is not None:  # a CTA visits its sequences in turn: about 16 of mean length at most
         mean = max(T // max(len(cu_seqlens) - 1, 1), 1)
-        L = min(L, max(-(-16 * mean // cfg["G"]), 1) * cfg["G"] + extra)
+        L = min(L, triton.cdiv(16 * mean, cfg["G"]) * cfg["G"] + extra)
     NS = triton.cdiv(T, L)
     return (B * NS * ND,), L, NS, BD, warps
 
@@ -552,9 +533,8 @@ def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
         grid, L, NS, BD, warps = _launch(x, W, FWD, x.element_size(), 0, cu_seqlens)
         conv_fwd_kernel[grid](
             x, y, weight, bias, residual, h0, cu_seqlens, p.N, T, D, L, NS, *x.stride(),
-            W=W, BD=BD, G=FWD["G"], SILU=p.activation == "silu", EVEN=D % BD == 0,
-            X_UNIT=x.stride(2) == 1, STAGES=FWD["stages"], num_warps=warps,
-            maxnreg=FWD["regs"] if h0 is None else None,
+            W=W, BD=BD, G=FWD["G"], SILU=p.activation == "silu", EVEN=D % BD == 0, X_UNIT=x.stride(2) == 1,
+            num_warps=warps, maxnreg=FWD["regs"] if h0 is None else None,
         )
     ht = None
     if p.output_final_state:
@@ -584,7 +564,7 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
         partial = torch.empty((B * NS, rows, D), dtype=torch.float32, device=x.device)
         conv_bwd_kernel[grid](
             x, dy, dx, partial, weight, bias, h0, dht, cu_seqlens, p.N, T, D, L, NS, *x.stride(), *dy.stride(),
-            W=W, BD=BD, G=BWD["G"], SILU=silu, EVEN=D % BD == 0, STAGES=BWD["stages"], **units,
+            W=W, BD=BD, G=BWD["G"], SILU=silu, EVEN=D % BD == 0, STAGES=BWD_STAGES, **units,
             num_warps=warps, maxnreg=BWD["regs"] if h0 is None and dht is None else None,
         )
         BC = min(32, triton.next_power_of_2(D))
@@ -604,3 +584,19 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
 
 
 SPANS = {"fwd": fwd, "bwd": bwd}
+
+_TYPES = {"x": "*bf16", "weight": "*fp32", "D": "i32:16", "sx_n": "i32:16", "sx_t": "i32:16"}
+_TYPES |= dict.fromkeys(("N", "T", "L", "NS"), "i32")
+_FIXED = {"bias": None, "h0": None, "cu_seqlens": None, "sx_d": 1, "W": 4, "SILU": True, "EVEN": True, "X_UNIT": True}
+COMPILE = [
+    (
+        conv_fwd_kernel, _TYPES | {"y": "*bf16"}, _FIXED | {"residual": None, "BD": FWD["BD"], "G": FWD["G"]},
+        FWD["warps"], 3, {"maxnreg": FWD["regs"]},
+    ),
+    (
+        conv_bwd_kernel,
+        _TYPES | {"dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "sy_n": "i32:16", "sy_t": "i32:16"},
+        _FIXED | {"dht": None, "sy_d": 1, "DY_UNIT": True, "BD": BWD["BD"], "G": BWD["G"], "STAGES": BWD_STAGES},
+        BWD["warps"], 3, {"maxnreg": BWD["regs"]},
+    ),
+]
