@@ -137,7 +137,7 @@ class Compiled(NamedTuple):
 
 
 def compile_sm90(fn, signature: dict, constexprs: dict, num_warps: int = 4, num_stages: int = 1, **options) -> Compiled:
-    """Compile a `@triton.jit` function for sm_90 with no GPU, in a child process without TRITON_INTERPRET.
+    """Compile a Triton or Gluon function for sm_90 with no GPU, in a child process without TRITON_INTERPRET.
 
     signature: run-time argument name -> Triton type ("*bf16", "*fp32", "i32", ...); "i32:16" also promises divisibility
         by 16, as a launch does for such a value. Pointers are promised 16-byte alignment, as a launch finds it.
@@ -188,6 +188,7 @@ def _compile_here(path, name, signature, constants, options) -> tuple:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     fn = _load(path, name)
     types, attrs = {}, {}
@@ -196,7 +197,7 @@ def _compile_here(path, name, signature, constants, options) -> tuple:
         types[arg] = kind
         if kind.startswith("*") or divisor:
             attrs[(i,)] = [["tt.divisibility", int(divisor or 16)]]
-    source = ASTSource(fn, types, constexprs=constants, attrs=attrs)
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, types, constexprs=constants, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

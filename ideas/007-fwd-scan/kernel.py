@@ -285,11 +285,22 @@ def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens):
     o = torch.empty_like(v)
     ht = v.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32) if p.output_final_state else None
     bv = 64 if p.V % 128 else 128                   # one warpgroup per 64 value columns
-    fwd_scan_kernel[(p.V // bv * p.HV * p.N,)](
-        q, k, gk, v, beta, Aqk, Akk, h0, o, ht, cu_seqlens, p.scale, p.T, p.N,
-        H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, VARLEN=p.varlen, NW=bv // 16, num_warps=bv // 16,
-    )
+    if p.N:
+        fwd_scan_kernel[(p.V // bv * p.HV * p.N,)](
+            q, k, gk, v, beta, Aqk, Akk, h0, o, ht, cu_seqlens, p.scale, p.T, p.N,
+            H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, VARLEN=p.varlen, NW=bv // 16, num_warps=bv // 16,
+        )
     return {"o": o, "ht": ht}
 
 
 SPANS = {"fwd.wy..fwd.out": run}
+
+_TYPES = {
+    "q": "*bf16", "k": "*bf16", "gk": "*fp32", "v": "*bf16", "beta": "*fp32", "Aqk": "*bf16", "Akk": "*bf16",
+    "o": "*bf16", "scale": "fp32", "T": "i32", "N": "i32",
+}
+_DENSE = {"h0": None, "ht": None, "cu_seqlens": None, "H": 16, "HV": 16, "VARLEN": False}
+COMPILE = [
+    (fwd_scan_kernel, _TYPES, _DENSE | {"K": K, "V": V, "BV": BV, "NW": BV // 16}, BV // 16, 1)
+    for K, V, BV in ((128, 256, 128), (64, 128, 128), (128, 64, 64))
+]

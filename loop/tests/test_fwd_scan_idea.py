@@ -3,6 +3,7 @@
 Without a GPU the kernel's body runs under `gluon_cpu`, launched by the idea's own host code.
 """
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import registry
+from loop import inflight, interpreter, registry
 from loop.tests import gluon_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -144,6 +145,17 @@ def test_the_emulation_notices_what_is_missing(fault, tmp_path):
     except (AssertionError, IndexError):
         finite = False
     assert not finite
+
+
+def test_compiles_for_hopper():
+    """Two K halves, one, and the narrow tile: fits an SM, and the products run beside the code (ptxas adds no wait)."""
+    idea = registry.load("007")
+    for built in interpreter.compile_many(idea.COMPILE):
+        assert built.smem <= 227 * 1024
+        assert built.spills <= 400
+        waits = len(re.findall(r"wgmma\.wait_group", built.ptx))
+        assert built.sass.count("WARPGROUP.DEPBAR") == waits == 3
+        assert inflight.overwritten(built.ttgir) == []
 
 
 def test_refuses_what_it_cannot_do():
