@@ -1,0 +1,77 @@
+"""Every idea's kernels compile for Hopper where there is no GPU, and none copies over an operand that is being read."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from loop import inflight, interpreter, registry
+
+IDEAS = [i for i in registry.all_ideas() if i.error is None and i.kernel.exists()]
+SOURCE = {i.id: i.kernel.read_text(encoding="utf-8") for i in IDEAS}
+TRITON = [i.id for i in IDEAS if hasattr(registry.load(i.id), "COMPILE")]
+CUTE = [i.id for i in IDEAS if re.search(r"^import cutlass", SOURCE[i.id], re.MULTILINE)]
+
+# Compiles what the idea itself compiles for this case: its function is run, and its kernels are not.
+COMPILE_CUTE = """
+import dataclasses, sys, torch
+import cutlass.cute as cute
+from loop import cases, contract, registry, spans
+compiled = []
+def compile(*args, compile=cute.compile, **kwargs):
+    compiled.append(compile(*args, **{**kwargs, "options": ""}))
+    return lambda *a, **k: None
+cute.compile = compile
+case, module = cases.get("kda", "tiny_wide"), registry.load(sys.argv[1])
+p = dataclasses.replace(case.problem(), arch=(9, 0))
+assert module.supports(p) == (True, ""), module.supports(p)
+for span, fn in module.SPANS.items():
+    env, meta = spans.operands(case, p, contract.parse_span("kda", span)[0], 0, torch.device("cpu"))
+    spans._step("kda", span, fn)(env, meta)
+assert compiled
+"""
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Idea -> what the compiler made of its COMPILE entries, all from one child process."""
+    jobs = [(i, job) for i in TRITON for job in registry.load(i).COMPILE]
+    done = interpreter.compile_many([job for _, job in jobs])
+    return {i: [b for (j, _), b in zip(jobs, done, strict=True) if i == j] for i in TRITON}
+
+
+def test_a_settled_idea_says_what_to_compile():
+    settled = {i.id for i in IDEAS if registry.front_matter(i.folder).get("status") in ("promoted", "kept", "refuted")}
+    assert {i for i in settled if "@triton.jit" in SOURCE[i]} - set(TRITON) == set()
+
+
+@pytest.mark.parametrize("idea", TRITON)
+def test_triton_kernels_compile_for_hopper(idea, built):
+    assert built[idea]
+    for b in built[idea]:
+        assert ".target sm_90" in b.ptx
+        assert b.regs <= 255
+        assert b.smem <= 227 * 1024
+
+
+@pytest.mark.parametrize("idea", TRITON)
+def test_no_copy_lands_on_an_operand_in_flight(idea, built):
+    assert [found for b in built[idea] for found in inflight.overwritten(b.ttgir)] == []
+
+
+@pytest.mark.parametrize("idea", CUTE)
+def test_cute_kernels_compile_for_hopper(idea):
+    if importlib.util.find_spec("cutlass") is None:
+        pytest.skip("needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
+    path = os.pathsep.join([str(registry.root()), *filter(None, sys.path)])
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE_CUTE, idea],
+        env={**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
