@@ -12,4 +12,6 @@ def open_lab(idea: str) -> int:
     folder = registry.folder(idea)
     notebook = folder / "bench.ipynb"
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={registry.root()}", str(notebook)]
+    if os.geteuid() == 0:  # as in a training image's container, where JupyterLab would refuse to start
+        command.append("--allow-root")
     return subprocess.call(command, cwd=registry.root(), env={**os.environ, "PYTHONPATH": execute.python_path()})
