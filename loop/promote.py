@@ -1,7 +1,8 @@
 """Promotion copies an idea's kernel.py into the package, byte for byte, with its evidence; drift says what moved since.
 
 An idea ships when, at its present hash, its newest GPU rows say PASSED and FASTER than 000 (and than the package, where
-a promoted kernel stands for some of its stages already), were measured on a clean tree whose commit holds this very file, and IDEA.md and a
+a promoted kernel stands for some of its stages already), were measured on a clean tree whose commit holds this very
+file, and IDEA.md and a
 profile's reading explain why. `missing` lists what is not so. `_provenance.py` is generated here and nowhere else.
 """
 
