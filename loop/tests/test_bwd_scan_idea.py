@@ -1,4 +1,4 @@
-"""Idea 008 against the definition of its stages in fp64: each tensor it writes, at every kind of shape and gate it claims."""
+"""Idea 008 against its stages' definition in fp64: each tensor it writes, at every kind of shape and gate it claims."""
 from dataclasses import replace
 
 import pytest
@@ -65,21 +65,25 @@ def undefined_above(Aqk, p, bounds):
     return out
 
 
+def definition(x, p, cu_seqlens):
+    """The four stages one after another, in fp64."""
+    same = {"p": replace(p, dtype=torch.float64), "cu_seqlens": cu_seqlens}
+    parts = reference.recompute(**{name: x[name] for name in ("q", "k", "v", "beta", "Akk", "gk")}, **same)
+    qg = parts.pop("qg")
+    states = reference.rescan(**parts, gk=x["gk"], h0=x["h0"], **same)
+    local = reference.dAv(v_new=states["v_new"], do=x["do"], Aqk=x["Aqk"], **same)
+    given = {name: x[name] for name in ("gk", "h0", "dht", "do")}
+    back = reference.dhu(qg=qg, kg=parts["kg"], w=parts["w"], dv=local["dv"], **given, **same)
+    return {**states, "dAqk": local["dAqk"], **back}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_output_matches_fp64(case):
     idea = registry.load("008")
     p, tensors, meta = stage_inputs(**CASES[case])
     assert idea.supports(p) == (True, "")
     wide = {name: None if x is None else torch.nan_to_num(x.double()) for name, x in tensors.items()}
-    q, k, v, do, gk, beta, Aqk, Akk, h0, dht = (wide[n] for n in "q k v do gk beta Aqk Akk h0 dht".split())
-    same = {"p": replace(p, dtype=torch.float64), "cu_seqlens": meta["cu_seqlens"]}
-    parts = reference.recompute(q=q, k=k, v=v, beta=beta, Akk=Akk, gk=gk, **same)
-    qg = parts.pop("qg")
-    want = reference.rescan(**parts, gk=gk, h0=h0, **same)
-    local = reference.dAv(v_new=want["v_new"], do=do, Aqk=Aqk, **same)
-    back = reference.dhu(qg=qg, kg=parts["kg"], w=parts["w"], gk=gk, h0=h0, dht=dht, do=do, dv=local["dv"], **same)
-    want |= {"dAqk": local["dAqk"], **back}
-
+    want = definition(wide, p, meta["cu_seqlens"])
     bounds = CASES[case].get("cu") or [p.T * b for b in range(p.B + 1)]
     given = tensors | {"Aqk": undefined_above(tensors["Aqk"], p, bounds)}
     given = {name: None if x is None else x.to(DEVICE) for name, x in given.items()}
