@@ -1,13 +1,16 @@
 """Idea 005 against the stage's definition in fp64: each tensor it writes, at every kind of shape and gate it claims."""
+
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import registry
+from loop import inflight, interpreter, registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCH = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
@@ -81,3 +84,28 @@ def test_refuses_what_it_cannot_do():
     assert idea.supports(replace(p, K=96)) == (False, "needs K=64 or 128, got 96")
     assert idea.supports(replace(p, V=96)) == (False, "needs V a multiple of 64, got 96")
     assert not idea.supports(replace(p, dtype=torch.float32))[0]
+
+
+def in_fp16(job):
+    kernel, types, constants, *launch = job
+    return (kernel, {n: t.replace("bf16", "fp16") for n, t in types.items()}, constants | {"Y": tl.float32}, *launch)
+
+
+def test_no_copy_overtakes_a_product():
+    """In every loop, between the last product of a step and the next copies into shared memory: a wait for the own
+    warps' products, then a barrier for those of the others."""
+    jobs = registry.load("005").COMPILE
+    for built in interpreter.compile_many([*jobs, *map(in_fp16, jobs)]):
+        assert inflight.overwritten(built.ttgir) == []
+        state, copies = "barrier", 0
+        for line in built.ptx.splitlines():
+            if "wgmma.mma_async" in line:
+                state = "product"
+            elif re.search(r"wgmma\.wait_group\.sync\.aligned\s+0;", line) and state == "product":
+                state = "wait"
+            elif re.search(r"bar(rier)?\.sync", line) and state == "wait":
+                state = "barrier"
+            elif "cp.async.c" in line and "shared" in line:
+                copies += 1
+                assert state == "barrier", line
+        assert copies > 8
