@@ -1,8 +1,8 @@
 """Short causal depthwise convolution as strips: a CTA walks down time over a block of channels, forward and backward.
 
 Parent: 000 (fla's tiles of 64 rows, whose backward runs the forward again and writes one partial dw per 64 rows).
-Delta: the window lives in registers (a ring of W-1 rows), and rows are loaded in groups before one is worked on: the
-    forward's of 8 rows in time by other CTAs' work, the backward's of 4 rows by asynchronous copies two groups ahead.
+Delta: the window lives in registers (a ring of W-1 rows), and rows are loaded a group ahead of the work on them: the
+    forward's 8 by plain loads, the backward's 4 by asynchronous copies, two groups on their way.
     The backward recomputes the pre-activation from the same ring: x and dy are read once, dx is written once, and
     the fp32 partials of dw and db, one per strip, are summed in a fixed order by a second small kernel.
 Why it should be faster: bytes. Forward 2 per element (bf16: 4 B), backward 3 (6 B), plus the halo and one partial per
