@@ -2,8 +2,8 @@
 
 Parent: 000 (replaces fla's recompute, re-scan, dAv and dhu).
 Delta: neither scan needs w, u, qg or kg from memory: each builds kb = k 2^gk, kg = k 2^(G - gk), qg = q 2^gk (every
-    exponent is <= 0) and applies Akk itself. Both carry the transposed state [V, K] in fp32 registers, whose bf16 copy is
-    the first operand of the next product. Forwards r = beta (v - kb S), v_new = r + (Akk - I) r, S = 2^G S + kg^T v_new;
+    exponent is <= 0) and applies Akk itself. Both carry the transposed state [V, K] in fp32 registers; its bf16 copy is
+    the next product's first operand. Forwards r = beta (v - kb S), v_new = r + (Akk - I) r, S = 2^G S + kg^T v_new;
     backwards dv = Aqk^T do + kg dS, y = Akk^T dv, dS = 2^G dS + scale qg^T do - kb^T (beta y): three dependent products
     each. On Hopper (Gluon) a program is two warpgroups of 64 value columns; the next chunk's tiles arrive by TMA and
     become operands, in place, while this chunk's products run; its h or dh leaves from the dead gate tile.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
 from loop import registry
+from loop.tests import gluon_as_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCH = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
@@ -22,6 +23,11 @@ CASES = {
     "weak_gate": {"B": 1, "T": 128, "H": 1, "HV": 1, "K": 64, "V": 64, "gate": 0.01},
     "masked": {"B": 1, "T": 128, "H": 1, "HV": 1, "K": 64, "V": 64, "masked": 0.3},
     "fp16": {"B": 1, "T": 128, "H": 1, "HV": 1, "K": 64, "V": 64, "dtype": torch.float16},
+}
+HOPPER_CASES = {
+    "two_value_tiles": {"B": 1, "T": 192, "H": 1, "HV": 1, "K": 128, "V": 256},
+    "ragged_gva": {"B": 1, "T": 100, "H": 1, "HV": 2, "K": 64, "V": 64, "h0": False},
+    "packed": {"B": 1, "T": 330, "H": 1, "HV": 1, "K": 64, "V": 128, "cu": [0, 70, 70, 71, 310], "masked": 0.3},
 }
 
 
@@ -77,17 +83,18 @@ def definition(x, p, cu_seqlens):
     return {**states, "dAqk": local["dAqk"], **back}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_output_matches_fp64(case):
-    idea = registry.load("008")
-    p, tensors, meta = stage_inputs(**CASES[case])
-    assert idea.supports(p) == (True, "")
-    wide = {name: None if x is None else torch.nan_to_num(x.double()) for name, x in tensors.items()}
-    want = definition(wide, p, meta["cu_seqlens"])
-    bounds = CASES[case].get("cu") or [p.T * b for b in range(p.B + 1)]
+def on_device(x):
+    return None if x is None else x.to(DEVICE)
+
+
+def poisoned(tensors, case, p):
+    """What the idea is given: nothing that the stages leave undefined is a number."""
+    bounds = case.get("cu") or [p.T * b for b in range(p.B + 1)]
     given = tensors | {"Aqk": undefined_above(tensors["Aqk"], p, bounds)}
-    given = {name: None if x is None else x.to(DEVICE) for name, x in given.items()}
-    got = idea.run(**given, p=p, **{name: None if x is None else x.to(DEVICE) for name, x in meta.items()})
+    return {name: on_device(x) for name, x in given.items()}
+
+
+def compare(got, want, case, p):
     assert got.keys() == want.keys()
     for name, ref in want.items():
         if ref is None:
@@ -98,7 +105,30 @@ def test_every_output_matches_fp64(case):
         assert error < TOL[p.dtype], (name, float(error))
     assert not got["dAqk"].cpu()[want["dAqk"] == 0].any()          # the upper triangle is written, as zeros
     if p.varlen:
-        assert all(not got[name][:, bounds[-1]:].any() for name in ("v_new", "dv", "dAqk"))
+        assert all(not got[name][:, case["cu"][-1]:].any() for name in ("v_new", "dv", "dAqk"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_output_matches_fp64(case):
+    idea = registry.load("008")
+    p, tensors, meta = stage_inputs(**CASES[case])
+    assert idea.supports(p) == (True, "")
+    wide = {name: None if x is None else torch.nan_to_num(x.double()) for name, x in tensors.items()}
+    want = definition(wide, p, meta["cu_seqlens"])
+    got = idea.run(**poisoned(tensors, CASES[case], p), p=p, **{name: on_device(x) for name, x in meta.items()})
+    compare(got, want, CASES[case], p)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the kernels themselves are tested there")
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_hopper_scans_at_every_schedule(case):
+    idea, clock = gluon_as_torch.load(registry.find("008").kernel)
+    p, tensors, meta = stage_inputs(**HOPPER_CASES[case])
+    wide = {name: None if x is None else torch.nan_to_num(x.double()) for name, x in tensors.items()}
+    want = definition(wide, p, meta["cu_seqlens"])
+    for clock.products, clock.loads, clock.stores in gluon_as_torch.schedules():
+        got = idea.run(**poisoned(tensors, HOPPER_CASES[case], p), p=replace(p, arch=(9, 0)), **meta)
+        compare(got, want, HOPPER_CASES[case], p)
 
 
 def test_refuses_what_it_cannot_do():
