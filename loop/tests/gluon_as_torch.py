@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from loop import interpreter
+
 MODES = ("early", "late")
 _GLUON = "triton.experimental.gluon"
 
@@ -231,6 +233,7 @@ def _jit(clock):
 
 def load(path: Path):
     """(the module at `path`, its Gluon kernels running as torch; the Clock that says when operations happen)."""
+    interpreter.install()                     # for the plain Triton kernels beside them
     clock = Clock()
     language, hopper = _language(clock), _hopper(clock)
     gluon = types.SimpleNamespace(jit=_jit(clock), language=language)
