@@ -41,18 +41,24 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier      # its name sinc
 @gluon.jit
 def _fetch(
     d_k, d_g, d_x, d_A, d_q, d_Aq, k, g, x, A, q, Aq, bar, row, c_k, c_g, c_x, c_A, on,
-    K: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr,
+    K: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
 ):
-    """Start the copies of one chunk's tiles, first token `row`; `bar` completes with them. Nothing if not `on`."""
-    BYTES: gl.constexpr = 64 * ((8 * K + 256 if BACK else 6 * K + 128) + 2 * BV)
-    mbarrier.expect(bar, BYTES, pred=on)
-    tma.async_copy_global_to_shared(d_k, [row, c_k], bar, k, pred=on)
-    tma.async_copy_global_to_shared(d_g, [row, c_g], bar, g, pred=on)
-    tma.async_copy_global_to_shared(d_x, [row, c_x], bar, x, pred=on)
-    tma.async_copy_global_to_shared(d_A, [row, c_A], bar, A, pred=on)
-    if BACK:
-        tma.async_copy_global_to_shared(d_q, [row, c_k], bar, q, pred=on)
-        tma.async_copy_global_to_shared(d_Aq, [row, c_A], bar, Aq, pred=on)
+    """Start the copies of one chunk's tiles, first token `row`; `bar` completes with all of them. Nothing if not `on`.
+
+    EARLY are those whose buffers a reverse step has done with halfway, LATE the others.
+    """
+    if EARLY:
+        BYTES: gl.constexpr = 64 * ((8 * K + 256 if BACK else 6 * K + 128) + 2 * BV)
+        mbarrier.expect(bar, BYTES, pred=on)
+        tma.async_copy_global_to_shared(d_g, [row, c_g], bar, g, pred=on)
+        if BACK:
+            tma.async_copy_global_to_shared(d_Aq, [row, c_A], bar, Aq, pred=on)
+    if LATE:
+        tma.async_copy_global_to_shared(d_k, [row, c_k], bar, k, pred=on)
+        tma.async_copy_global_to_shared(d_x, [row, c_x], bar, x, pred=on)
+        tma.async_copy_global_to_shared(d_A, [row, c_A], bar, A, pred=on)
+        if BACK:
+            tma.async_copy_global_to_shared(d_q, [row, c_k], bar, q, pred=on)
 
 
 @gluon.jit
@@ -139,7 +145,7 @@ def _forwards(
     for j in gl.static_range(2):
         _fetch(
             d_k, d_g, d_v, d_A, d_k, d_A, k.index(j), g.index(j), v.index(j), A.index(j), k.index(j), A.index(j),
-            bar.index(j), (bos + j * 64).to(gl.int32), c_k, c_g, c_v, c_A, j < NT, K, BV, False,
+            bar.index(j), (bos + j * 64).to(gl.int32), c_k, c_g, c_v, c_A, j < NT, K, BV, False, True, True,
         )
     n_n = gl.minimum(n_tok, 64)                              # rows of the chunk being prepared
     b_gn = gl.load(p_g + ((bos + n_n - 1) * HV + i_hv) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
@@ -183,10 +189,15 @@ def _forwards(
         _prepare(k.index(n), k.index(n), kg.index(n), g.index(n), b_gn, 0.0, n_n, 0, 32, P, False, FULL)
         b_vn = warpgroup_mma_wait(0, [x]).to(DT)
         x = warpgroup_mma(gl.convert_layout(b_vn, AK), kg.index(s), b_S, is_async=True)
-        # under kg^T v_new: v_new leaves, the other half
+        # under kg^T v_new: v_new leaves, the chunk after next is fetched, the other half
         out.permute((1, 0)).store(b_vn)
+        tma.store_wait(0)                                    # the state has left its tile
         fence_async_shared()
-        barrier()
+        barrier()                                            # and nobody reads k, v or A any more
+        _fetch(
+            d_k, d_g, d_v, d_A, d_k, d_A, k.index(s), g.index(s), v.index(s), A.index(s), k.index(s), A.index(s),
+            bar.index(s), (row + 128).to(gl.int32), c_k, c_g, c_v, c_A, i + 2 < NT, K, BV, False, True, True,
+        )
         _put_rows(d_vn, p_vn, out, row, i_hv * V + i_v, n_t, HV * V, BV, FULL, NW)
         _prepare(k.index(n), k.index(n), kg.index(n), g.index(n), b_gn, 0.0, n_n, 32, 32, P, False, FULL)
         _mask(v.index(n), n_n, BV, False, FULL, NW)
@@ -197,10 +208,6 @@ def _forwards(
         tma.store_wait(0)
         fence_async_shared()
         barrier()
-        _fetch(
-            d_k, d_g, d_v, d_A, d_k, d_A, k.index(s), g.index(s), v.index(s), A.index(s), k.index(s), A.index(s),
-            bar.index(s), (row + 128).to(gl.int32), c_k, c_g, c_v, c_A, i + 2 < NT, K, BV, False,
-        )
     for j in gl.static_range(2):
         mbarrier.invalidate(bar.index(j))
 
@@ -242,7 +249,7 @@ def _backwards(
     for j in gl.static_range(2):
         _fetch(
             d_k, d_g, d_do, d_A, d_q, d_Aq, k.index(j), g.index(j), do.index(j), A.index(j), q.index(j), Aq.index(j),
-            bar.index(j), (last - j * 64).to(gl.int32), c_k, c_g, c_v, c_A, j < NT, K, BV, True,
+            bar.index(j), (last - j * 64).to(gl.int32), c_k, c_g, c_v, c_A, j < NT, K, BV, True, True, True,
         )
     n_t = n_tok - (NT - 1) * 64                              # rows of the last chunk; every earlier one is full
     b_gn = gl.load(p_g + ((last + n_t - 1) * HV + i_hv) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
@@ -285,8 +292,13 @@ def _backwards(
         y = warpgroup_mma(do.index(s).permute((1, 0)), q.index(s), b_S, is_async=True)
         # under Akk^T dvn and qg^T do: dvn leaves, half of the next chunk
         out.permute((1, 0)).store(b_dvb)
+        tma.store_wait(0)                                    # the gradient has left its tile
         fence_async_shared()
-        barrier()                                            # and nobody reads kg any more
+        barrier()                                            # and nobody reads kg or Aq any more
+        _fetch(
+            d_k, d_g, d_do, d_A, d_q, d_Aq, k.index(s), g.index(s), do.index(s), A.index(s), q.index(s), Aq.index(s),
+            bar.index(s), (row - 128).to(gl.int32), c_k, c_g, c_v, c_A, i + 2 < NT, K, BV, True, True, False,
+        )
         _put_rows(d_dv, p_dv, out, row, i_hv * V + i_v, gl.minimum(n_tok - i_t * 64, 64), HV * V, BV, FULL, NW)
         mbarrier.wait(bar.index(n), ((i + 1) >> 1) & 1, pred=more)
         _prepare(k.index(n), q.index(n), kg, g.index(n), b_gn, scale, 64, 0, 32, P, True, True)
@@ -304,7 +316,7 @@ def _backwards(
         barrier()
         _fetch(
             d_k, d_g, d_do, d_A, d_q, d_Aq, k.index(s), g.index(s), do.index(s), A.index(s), q.index(s), Aq.index(s),
-            bar.index(s), (row - 128).to(gl.int32), c_k, c_g, c_v, c_A, i + 2 < NT, K, BV, True,
+            bar.index(s), (row - 128).to(gl.int32), c_k, c_g, c_v, c_A, i + 2 < NT, K, BV, True, False, True,
         )
     for j in gl.static_range(2):
         mbarrier.invalidate(bar.index(j))
