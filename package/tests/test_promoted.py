@@ -5,12 +5,14 @@ import importlib
 import importlib.util
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import kernel_fun
-from kernel_fun._common import dispatch, promoted
+from kernel_fun._common import cute, dispatch, promoted, support
 from kernel_fun._common.problem import ConvProblem, KdaProblem
 
 PACKAGE = Path(kernel_fun.__file__).parent
@@ -38,7 +40,7 @@ def test_every_shipped_file_is_the_one_that_was_promoted(family):
 def test_every_shipped_kernel_keeps_the_interface(family):
     for name, module, why in promoted.modules(f"kernel_fun.{family}"):
         if module is None:
-            assert "does not import" in why  # and the route says so
+            assert why  # and the route says so
             continue
         assert family == module.FAMILY
         assert promoted.module_steps(module, PROBLEMS[family], name, CHAINS[family].STAGES, CHAINS[family].OUTPUTS)
@@ -83,6 +85,9 @@ def family_with_a_kernel(monkeypatch):
             def create_module(self, spec):
                 return None
 
+            def get_source(self, fullname):
+                return source
+
             def exec_module(self, module):
                 exec(source, module.__dict__)
 
@@ -93,14 +98,69 @@ def family_with_a_kernel(monkeypatch):
     promoted.modules.cache_clear()
 
 
-def test_a_kernel_that_does_not_import_is_a_reason(family_with_a_kernel):
+@pytest.mark.parametrize(("source", "why"), [
+    ("import kernel_fun.not_here", "does not import: No module named 'kernel_fun.not_here'"),
+    ("raise RuntimeError('no flavor fits\\nsecond line')", "does not import: no flavor fits"),
+    ("    syntax", "does not import: unexpected indent (<string>, line 1)"),
+])
+def test_a_kernel_that_does_not_import_is_a_reason(family_with_a_kernel, source, why):
     chain = CHAINS["kda"]
-    package = family_with_a_kernel("import cutlass.not_here")
+    steps, reasons = promoted.steps_for(family_with_a_kernel(source), PROBLEMS["kda"], chain.STAGES, chain.OUTPUTS)
+    assert steps == []
+    assert reasons == [f"k001_x: {why}"]
+
+
+# -------------------------------------------------------------------------------------------------------- the CuTe DSL
+BASE, CU12, CU13 = "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13"
+HERE = {BASE: "4.8.1", CU12: "4.8.1", CU13: "4.8.1"}
+WITHOUT_13 = {BASE: "4.8.1", CU12: "4.8.1"}
+WITHOUT_12 = {BASE: "4.8.1", CU13: "4.8.1"}
+
+
+def machine(monkeypatch, installed, cuda, driver):
+    """Pretend: packages by version, torch's CUDA version, the driver's as cuDriverGetVersion gives it."""
+
+    def version(package):
+        if package not in installed:
+            raise metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(cute.metadata, "version", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+
+
+@pytest.mark.parametrize(("installed", "cuda", "driver", "why"), [
+    (HERE, "13.0", 13000, ""),
+    (HERE, "12.8", 12090, ""),
+    (HERE, "12.8", 13000, ""),
+    (WITHOUT_13, "12.8", 12090, ""),
+    (WITHOUT_13, None, 0, ""),
+    ({BASE: "4.9.0.dev1"}, "13.0", 13000, ""),
+    ({}, "13.0", 13000, "the CuTe DSL is not installed: kernel-fun[cu13] brings it"),
+    ({}, "12.8", 12090, "the CuTe DSL is not installed: kernel-fun[cu12] brings it"),
+    ({**HERE, BASE: "4.3.0"}, "13.0", 13000,
+     "the CuTe DSL is 4.3.0, kernels need 4.8.1 or later: kernel-fun[cu13] brings it"),
+    (WITHOUT_13, "13.0", 13000,
+     "the CuTe DSL is the build for CUDA 12, torch is for CUDA 13: kernel-fun[cu13] brings that one"),
+    (WITHOUT_12, "12.8", 13000,
+     "the CuTe DSL is the build for CUDA 13, torch is for CUDA 12: kernel-fun[cu12] brings that one"),
+    (HERE, "12.6", 12060, "the NVIDIA driver supports CUDA 12.6, the CuTe DSL needs one for CUDA 12.9 or later"),
+    (HERE, "13.0", 12080, "the NVIDIA driver supports CUDA 12.8, the CuTe DSL needs one for CUDA 13.0 or later"),
+])
+def test_each_thing_wrong_with_the_cute_dsl_is_one_line(monkeypatch, installed, cuda, driver, why):
+    machine(monkeypatch, installed, cuda, driver)
+    assert cute.reason() == why
+
+
+@pytest.mark.parametrize("source", ["import cutlass.cute as cute", "def run():\n    from cutlass import Int32"])
+def test_a_kernel_in_cute_is_not_even_imported_where_it_cannot_run(monkeypatch, family_with_a_kernel, source):
+    machine(monkeypatch, WITHOUT_13, "13.0", 13000)
+    package = family_with_a_kernel(f"{source}\nraise AssertionError('imported')")
+    chain = CHAINS["kda"]
     steps, reasons = promoted.steps_for(package, PROBLEMS["kda"], chain.STAGES, chain.OUTPUTS)
     assert steps == []
-    assert len(reasons) == 1
-    assert reasons[0].startswith("k001_x: does not import: No module named 'cutlass")
-    assert "kernel-fun[cu13]" in reasons[0]
+    assert reasons == [f"k001_x: {cute.reason()}"]
 
 
 KERNEL = """
@@ -114,7 +174,7 @@ def supports(p):
 """
 
 
-def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch):
+def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
     module = types.ModuleType("k001_x")
     exec(KERNEL, module.__dict__)
     monkeypatch.setattr(promoted, "modules", lambda package: (("k001_x", module, ""),))
@@ -128,5 +188,13 @@ def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch):
         is_cpu, is_cuda, device = False, True, types.SimpleNamespace(index=0)
 
     assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere).what == "k001_x"
+    monkeypatch.setattr(promoted, "modules", lambda package: (("k002_y", None, "no CuTe DSL"), ("k001_x", module, "")))
+    dispatch._routes.clear()
+    found = dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere)
+    assert (found.what, found.missing) == ("k001_x", ("k002_y: no CuTe DSL",))
+    for _ in range(2):
+        support.engaged("kda", found.what, found.missing)
+    assert lines()[2:] == [("WARNING", "kernel-fun kda: runs without k002_y: no CuTe DSL")]
+    monkeypatch.setattr(promoted, "modules", lambda package: (("k001_x", module, ""),))
     small = KdaProblem(B=1, T=64, H=1, HV=1, K=96, V=128, N=1, NT=1, arch=(9, 0))
     assert dispatch.route("kda", chain, small, Elsewhere).reason == "k001_x: needs K=128, got 96"

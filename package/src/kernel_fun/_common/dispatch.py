@@ -5,7 +5,7 @@ reason.
 """
 import torch
 
-from . import compat, support
+from . import compat, promoted, support
 
 _routes: dict = {}
 _MAX_ROUTES = 4096  # packed batches make a new problem at nearly every step; past this many the table starts over
@@ -15,14 +15,14 @@ class Route:
     """Either a plan or the reason there is none. Stands in for its plan, so that each pass can note that it has run
     once.
 
-    what: the kernels, for the log line. warm: the passes that have run outside a CUDA graph capture, so that nothing
-    is left to compile.
+    what: the kernels, for the log line. missing: kernels that this installation cannot run, each with why. warm: the
+    passes that have run outside a CUDA graph capture, so that nothing is left to compile.
     """
 
-    __slots__ = ("plan", "reason", "warm", "what")
+    __slots__ = ("missing", "plan", "reason", "warm", "what")
 
-    def __init__(self, plan=None, reason: str = "", what: str = ""):
-        self.plan, self.reason, self.what, self.warm = plan, reason, what, set()
+    def __init__(self, plan=None, reason: str = "", what: str = "", missing: tuple[str, ...] = ()):
+        self.plan, self.reason, self.what, self.missing, self.warm = plan, reason, what, missing, set()
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -90,7 +90,8 @@ def _kernels(family: str, chain, p) -> Route:
         return Route(reason="; ".join(reasons) or "this build ships no kernel for this operator")
     plan = chain.make_plan(p)
     mine = {step.source for step in steps}
-    return Route(plan, what=", ".join(dict.fromkeys(s for s in plan.sources() if s in mine)))
+    what = ", ".join(dict.fromkeys(s for s in plan.sources() if s in mine))
+    return Route(plan, what=what, missing=promoted.missing(f"kernel_fun.{family}"))
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

@@ -1,8 +1,11 @@
 """The promoted kernels of a family: imported once, and for a problem, which serve it and why the others do not."""
 import functools
 import importlib
+import importlib.util
+import re
 from types import ModuleType
 
+from . import cute
 from .plan import Step, make_step
 
 
@@ -10,18 +13,32 @@ from .plan import Step, make_step
 def modules(package: str) -> tuple[tuple[str, ModuleType | None, str], ...]:
     """(name, module, "") of every promoted kernel of the family `package`, newest first.
 
-    A kernel whose imports are not installed (the CuTe DSL, or its build for another CUDA version) is (name, None, why).
+    A kernel that cannot be used here (the CuTe DSL is missing or is not the build for this CUDA; anything else that its
+    import raises) is (name, None, why).
     """
     found = []
     for entry in importlib.import_module(f"{package}._provenance").SHIPPED:
-        try:
-            found.append((entry.module, importlib.import_module(f"{package}.stages.{entry.module}"), ""))
-        except ImportError as error:
-            why = str(error).strip().partition("\n")[0]
-            cute = (error.name or "").startswith("cutlass")
-            hint = "; kernel-fun[cu13] or [cu12] brings the CuTe DSL" if cute else ""
-            found.append((entry.module, None, f"does not import: {why}{hint}"))
+        name = f"{package}.stages.{entry.module}"
+        why, module = cute.reason() if _in_cute(name) else "", None
+        if not why:
+            try:
+                module = importlib.import_module(name)
+            except Exception as error:  # the CuTe DSL raises RuntimeError: no kernel may take the training run with it
+                why = f"does not import: {str(error).strip().partition(chr(10))[0]}"
+        found.append((entry.module, module, why))
     return tuple(found)
+
+
+def missing(package: str) -> tuple[str, ...]:
+    """The promoted kernels that cannot be used here, each with why."""
+    return tuple(f"{name}: {why}" for name, module, why in modules(package) if module is None)
+
+
+def _in_cute(name: str) -> bool:
+    """Does the source of module `name` import the CuTe DSL?"""
+    spec = importlib.util.find_spec(name)
+    source = spec.loader.get_source(name) if spec else ""
+    return bool(re.search(r"^\s*(import|from) cutlass\b", source, re.MULTILINE))
 
 
 def module_steps(module: ModuleType, p, source: str, stages, outputs) -> list[Step]:

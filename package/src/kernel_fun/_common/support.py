@@ -93,14 +93,18 @@ def inside_fla_only() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- log lines
-def engaged(family: str, what: str) -> None:
-    """One INFO line per distinct `what`, after one line with the installed versions."""
+def engaged(family: str, what: str, missing: tuple[str, ...] = ()) -> None:
+    """One INFO line per distinct `what`, after one line with the installed versions; one WARNING line per kernel that
+    is `missing` here, since another or fla's then runs in its place.
+    """
     if "versions" not in _said:
         from .. import versions
 
         _said.add("versions")
         log.info("kernel-fun versions: %s", ", ".join(f"{name} {version}" for name, version in versions().items()))
     _say(f"kernel-fun {family}: engaged ({what})", logging.INFO)
+    for line in missing:
+        _say(f"kernel-fun {family}: runs without {line}", logging.WARNING, every_time=False)
 
 
 def fell_back(family: str, reason: str, x: torch.Tensor) -> None:

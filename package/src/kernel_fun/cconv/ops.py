@@ -228,7 +228,7 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a decided call; differentiable."""
     found, p = call.route, call.p
     with support.device_guard(call.tensors[0]):
-        support.engaged("cconv", found.what)
+        support.engaged("cconv", found.what, found.missing)
         y, ht = autograd.apply(found, p, *prepared(call), *call.packed)
         if call.shape[1] > p.T:
             y = torch.nn.functional.pad(y, (0, 0, 0, call.shape[1] - p.T))

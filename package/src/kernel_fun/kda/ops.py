@@ -322,7 +322,7 @@ def _run(call: Call):
     if h0 is not None and call.state_v_first:
         h0 = h0.transpose(-1, -2)
     with support.device_guard(q):
-        support.engaged("kda", found.what)
+        support.engaged("kda", found.what, found.missing)
         o, ht = autograd.apply(
             found, p, q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), A_log, dt_bias,
             None if h0 is None else h0.contiguous(), *call.packed,
