@@ -20,6 +20,7 @@ class Route:
     """
 
     __slots__ = ("missing", "plan", "reason", "warm", "what")
+    on_torch = False
 
     def __init__(self, plan=None, reason: str = "", what: str = "", missing: tuple[str, ...] = ()):
         self.plan, self.reason, self.what, self.missing, self.warm = plan, reason, what, missing, set()
@@ -50,6 +51,7 @@ class ReferenceRoute(Route):
     """Plain torch. Kernels know no autocast, so here too it changes nothing."""
 
     __slots__ = ()
+    on_torch = True
 
     def run_forward(self, env: dict, meta: dict) -> dict:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):

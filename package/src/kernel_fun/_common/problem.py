@@ -48,6 +48,11 @@ class KdaProblem:
         return self.NT if self.varlen else self.NT // max(self.B, 1)
 
     @property
+    def scan_ctas(self) -> int:
+        """CTAs of the serial scan, the chain's smallest grid, with V in tiles of 64."""
+        return self.N * self.HV * -(-self.V // 64)
+
+    @property
     def beta_scale(self) -> float:
         return 2.0 if self.neg_eigval else 1.0
 

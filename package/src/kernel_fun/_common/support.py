@@ -6,6 +6,7 @@ Switches are environment variables read at every call, so that one process can c
     KERNEL_FUN_KDA_DISABLE=1     chunk_kda goes to fla
     KERNEL_FUN_CCONV_DISABLE=1   causal_conv1d goes to fla
     KERNEL_FUN_FALLBACK=1        an fla whose functions have moved means a warning and fla, instead of an error
+    KERNEL_FUN_KDA_MIN_CTAS=N    chunk_kda calls whose scan has a grid of fewer than N CTAs go to fla
     KERNEL_FUN_DEBUG=1           every call logs its decision at WARNING, so that it shows without any logging set-up
 """
 import contextlib
@@ -35,6 +36,23 @@ def switch(name: str) -> bool:
     if value.lower() not in _OFF:
         _say(f"{name}={value!r} is ignored: accepted are {', '.join(_ON + _OFF)}", logging.WARNING, every_time=False)
     return False
+
+
+def below_floor(ctas: int) -> str:
+    """The reason when a `chunk_kda` whose scan launches `ctas` CTAs is below the floor that KERNEL_FUN_KDA_MIN_CTAS
+    sets, else "". Unset there is none. The log says once that there is one.
+    """
+    name = "KERNEL_FUN_KDA_MIN_CTAS"
+    value = os.environ.get(name)
+    if not value:
+        return ""
+    if not value.isdecimal():
+        _say(f"{name}={value!r} is ignored: accepted is a number of CTAs, 0 or more", logging.WARNING, every_time=False)
+        return ""
+    floor = int(value)
+    _say(f"kernel-fun kda: calls with a scan grid below {floor} CTAs go to fla ({name}; without it none do)",
+         logging.INFO, every_time=False)
+    return f"a grid of {ctas} CTAs, below the {floor} of {name}" if ctas < floor else ""
 
 
 def disabled(family: str) -> str:

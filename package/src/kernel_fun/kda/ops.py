@@ -183,7 +183,8 @@ def decide(a: dict) -> Call | str:
             return pack
     p, tensors = _describe(a, pack, state_v_first)
     found = route("kda", chain, p, q)
-    reason = found.reason or found.capture_reason(q, needs_grad(*tensors))
+    reason = found.reason or ("" if found.on_torch else support.below_floor(p.scan_ctas))
+    reason = reason or found.capture_reason(q, needs_grad(*tensors))
     if reason:
         return reason
     T = q.shape[1]
@@ -366,8 +367,8 @@ def warmup(
     `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own (use_gate_in_kernel=True, lower_bound=-5.0, ...);
     A_log and dt_bias are made up. Leaves torch's random state alone.
 
-    Raises RuntimeError with the reason when such a call would go to fla: nothing would have been compiled, and step 1
-    would pay for it.
+    Raises RuntimeError with the reason when such a call would go to fla, KERNEL_FUN_KDA_MIN_CTAS included: nothing
+    would have been compiled, and step 1 would pay for it.
     """
     start = time.perf_counter()
     HV = H if HV is None else HV
