@@ -11,8 +11,8 @@ from small_inputs import conv, conv_definition, gradients, kda, recurrence, rms
 
 backends = pytest.importorskip("fla.backends", reason="fla before 0.6 has no dispatch for whole operators")
 
+from fla.modules.convolution import ShortConvolution, causal_conv1d_bwd, causal_conv1d_fwd  # noqa: E402
 from fla.modules.convolution import causal_conv1d as fla_conv  # noqa: E402  (held before registration)
-from fla.modules.convolution import causal_conv1d_bwd, causal_conv1d_fwd  # noqa: E402
 from fla.ops.kda import chunk_kda as fla_kda  # noqa: E402
 
 import kernel_fun.fla  # noqa: E402
@@ -122,6 +122,26 @@ def test_flas_convolution_without_states_and_with_stride_0(door):
     want, _ = conv_definition(**tensors, **flags)
     a, b = (torch.autograd.grad(t.sum(), tensors["x"])[0] for t in (y, want))
     assert rms(a, b) < 1e-12
+
+
+def test_flas_short_convolution_trains_and_decodes_here(door, caplog):
+    """The module that fla's layers use, as it is: whole sequences, then single tokens, its cache in place."""
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    module = ShortConvolution(6, 4, bias=True)
+    x = torch.randn(2, 9, 6)
+    whole, state = module(x, output_final_state=True)
+    whole.sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+    with torch.no_grad():
+        _, cache = module(x[:, :5], output_final_state=True)
+        first = cache
+        for t in range(5, 9):
+            y, cache = module(x[:, t : t + 1], cache=cache, output_final_state=True)
+            assert rms(y, whole[:, t : t + 1]) < 1e-6
+    assert cache is first
+    assert torch.equal(cache, state)
+    assert "kernel-fun cconv: engaged" in caplog.text
 
 
 def test_flas_own_layer_runs_ours(door, caplog):

@@ -4,10 +4,10 @@
     kernel_fun.fla.register()      # once, anywhere; reaches every module that already holds fla's functions
     kernel_fun.fla.unregister()
 
-Whole operators are registered, not stages: `chunk_kda`, and the convolution's forward and backward (fla dispatches
-its convolution there). fla asks each backend's verifier in turn; ours is `is_supported`, and what it declines runs as
-if this package were not there, with the reason in fla's log. Priority 4: before fla's default backends (5), after
-FlashKDA (3), whose domain is inference without gradients.
+Whole operators are registered, not stages: `chunk_kda`, the convolution's forward and backward (fla dispatches its
+convolution there), and its single-token step, which on a GPU stays fla's. fla asks each backend's verifier in turn;
+ours is `is_supported`, and what it declines runs as if this package were not there, with the reason in fla's log.
+Priority 4: before fla's default backends (5), after FlashKDA (3), whose domain is inference without gradients.
 
 Needs fla-core 0.6 or later. Before that, fla's dispatch never selects a backend for a whole operator: import
 `kernel_fun.kda.chunk_kda`.
@@ -62,6 +62,16 @@ def register() -> None:
 
             return stage.backward(*args, **kwargs)
 
+        def causal_conv1d_update_verifier(self, *args, **kwargs):
+            from .cconv import decode
+
+            return _declined() or decode.is_supported(*args, **kwargs)
+
+        def causal_conv1d_update(self, *args, **kwargs):
+            from .cconv import decode
+
+            return decode.causal_conv1d_update(*args, **kwargs)
+
     for function in _functions():
         if not registered(function):
             backends.register(function)(KernelFun)
@@ -100,10 +110,10 @@ def _fla_backends():
 
 
 def _functions() -> tuple:
-    from fla.modules.convolution import causal_conv1d_bwd, causal_conv1d_fwd
+    from fla.modules.convolution import causal_conv1d_bwd, causal_conv1d_fwd, causal_conv1d_update
     from fla.ops.kda import chunk_kda
 
-    return chunk_kda, causal_conv1d_fwd, causal_conv1d_bwd
+    return chunk_kda, causal_conv1d_fwd, causal_conv1d_bwd, causal_conv1d_update
 
 
 def _registry(function):

@@ -45,6 +45,8 @@ CALLS = {
          ("x", "weight", "bias", "residual", "initial_state", "output_final_state", "activation", *_PACKED)),
         ("fla.modules.convolution", "causal_conv1d_bwd",
          ("x", "dy", "dht", "weight", "bias", "residual", "initial_state", "activation", *_PACKED)),
+        ("fla.modules.convolution", "causal_conv1d_update",
+         ("x", "cache", "residual", "weight", "bias", "activation")),
     ),
 }
 
