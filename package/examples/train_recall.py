@@ -3,15 +3,18 @@
     python train_recall.py                                  # ours, on the GPU if there is one
     python train_recall.py --arm fla                        # the same run on fla, for the comparison (needs a GPU)
     python train_recall.py --device cpu --steps 30 --width 32
+    torchrun --nproc-per-node 2 train_recall.py --parallel fsdp2    # or ddp: the processes share the batch
 
 The task: a sequence of key-value pairs, then the keys again in another order; after each the model must say its value.
 A model that ignores the context stays at log(values). Data and initial weights depend on the seed alone, so two arms
-see the same run, and their curves differ by rounding only.
+see the same run, as do one process and several, and their curves differ by rounding only.
 """
 import argparse
 import importlib
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -86,15 +89,35 @@ def batch(size: int, pairs: int, random: torch.Generator) -> tuple[torch.Tensor,
     return torch.cat([told, questions], 1), torch.cat([torch.full_like(told, -100), targets], 1)
 
 
-def train(arm="ours", device="cpu", steps=300, width=256, heads=4, size=32, pairs=32, rate=1e-3, seed=0, every=0):
-    """Train and return the loss of every step. `every` > 0 prints it that often."""
+def split(model: nn.Module, parallel: str) -> nn.Module:
+    """The model over all processes: DDP copies it, FSDP2 cuts each layer's parameters among them."""
+    if parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    kind = next(model.parameters()).device.type
+    mesh = dist.init_device_mesh(kind, (dist.get_world_size(),))
+    for module in (*model.layers, *model.mlps):
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(arm="ours", device="cpu", steps=300, width=256, heads=4, size=32, pairs=32, rate=1e-3, seed=0, every=0,
+          parallel=None):
+    """Train and return the loss of every step. `every` > 0 prints it that often.
+
+    parallel: None, or "ddp" or "fsdp2" in an initialised process group, whose processes share the batch of `size`.
+    """
     torch.manual_seed(seed)
     model = RecallModel(width, heads, arm).to(device)
+    rank, processes = 0, 1
+    if parallel:
+        model, rank, processes = split(model, parallel), dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     random, losses = torch.Generator().manual_seed(seed), []
     precision = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     for step in range(steps):
-        tokens, targets = (t.to(device) for t in batch(size, pairs, random))
+        tokens, targets = (t.chunk(processes)[rank].to(device) for t in batch(size, pairs, random))
         with torch.autocast(torch.device(device).type, dtype=precision, enabled=precision is not torch.float32):
             logits = model(tokens)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -102,8 +125,11 @@ def train(arm="ours", device="cpu", steps=300, width=256, heads=4, size=32, pair
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
-        if every and (step % every == 0 or step == steps - 1):
+        shown = loss.detach()
+        if parallel:
+            dist.all_reduce(shown)
+        losses.append(shown.item() / processes)
+        if every and rank == 0 and (step % every == 0 or step == steps - 1):
             print(f"step {step:5}  loss {losses[-1]:.4f}", flush=True)
     return losses
 
@@ -116,8 +142,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    train(**vars(options), every=20)
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2"), help="in processes that torchrun started")
+    options = vars(parser.parse_args())
+    if options["parallel"] is None:
+        train(**options, every=20)
+        return
+    if options["device"].startswith("cuda"):
+        options["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(options["device"])
+    dist.init_process_group("nccl" if options["device"].startswith("cuda") else "gloo")
+    train(**options, every=20)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

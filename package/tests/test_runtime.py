@@ -1,4 +1,4 @@
-"""How the operators live in a process: empty calls, recomputation, inference mode, threads, fork, data parallelism."""
+"""How the operators live in a process: empty calls, recomputation, inference mode, threads, fork."""
 import os
 import subprocess
 import sys
@@ -131,59 +131,3 @@ def test_importing_needs_no_gpu_and_starts_nothing():
         assert not torch.cuda.is_initialized()
     """)
     assert done.returncode == 0, done.stderr
-
-
-def test_two_processes_of_data_parallel_training_stay_equal():
-    """DDP over gloo on two halves of a batch: the averaged gradient is that of the whole batch in one process."""
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("no gloo in this torch")
-    done = run("""
-        import os, tempfile, torch
-        import torch.distributed as dist
-        import torch.multiprocessing as mp
-        from torch import nn
-        from kernel_fun.cconv import causal_conv1d
-        from kernel_fun.kda import chunk_kda
-
-        class Layer(nn.Module):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.w = nn.Parameter(torch.randn(16, 4, dtype=torch.float64))
-                self.qkvg = nn.Linear(16, 64, dtype=torch.float64)
-                self.A_log = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-            def forward(self, x):
-                x, _ = causal_conv1d(x, self.w, activation="silu")
-                q, k, v, g = (t.unflatten(-1, (2, 8)) for t in self.qkvg(x).chunk(4, -1))
-                beta = x[..., :2].sigmoid()
-                o, _ = chunk_kda(q, k, v, g, beta, use_gate_in_kernel=True, A_log=self.A_log,
-                                 use_qk_l2norm_in_kernel=True)
-                return o.square().mean()
-
-        def data():
-            return torch.randn(4, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-        def work(rank, folder):
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=f"file://{folder}/sync", rank=rank, world_size=2)
-            layer = nn.parallel.DistributedDataParallel(Layer())
-            layer(data()[2 * rank : 2 * rank + 2]).backward()
-            torch.save([p.grad for p in layer.parameters()], f"{folder}/{rank}.pt")
-            dist.destroy_process_group()
-
-        if __name__ == "__main__":
-            torch.set_num_threads(1)
-            with tempfile.TemporaryDirectory() as folder:
-                context = mp.get_context("fork")
-                workers = [context.Process(target=work, args=(rank, folder)) for rank in range(2)]
-                [w.start() for w in workers]
-                [w.join(100) for w in workers]
-                assert [w.exitcode for w in workers] == [0, 0]
-                whole = Layer()
-                whole(data()).backward()
-                for rank in range(2):
-                    for got, p in zip(torch.load(f"{folder}/{rank}.pt"), whole.parameters(), strict=True):
-                        assert torch.allclose(got, p.grad, rtol=1e-9, atol=1e-12)
-    """)
-    assert done.returncode == 0, done.stderr[-2000:]
