@@ -248,11 +248,16 @@ def validate(module: ModuleType, path: Path) -> None:
 
 
 def _validate_function(fn, span: str, known: set[str], where: str) -> None:
+    from kernel_fun._common import plan
+
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             what = f"the function of span {span!r} takes {parameter.name!r} by position"
             raise IdeaError(f"{where}: {what}; make all its arguments keyword-only")
-        if parameter.name not in known:
+        if parameter.name == plan.WANTED:
+            if parameter.default is parameter.empty:
+                raise IdeaError(f"{where}: {plan.WANTED!r} in the function of span {span!r} must have a default")
+        elif parameter.name not in known:
             raise IdeaError(
                 f"{where}: the function of span {span!r} reads {parameter.name!r}, which the chain does not have"
                 f"{closest(parameter.name, known)}"

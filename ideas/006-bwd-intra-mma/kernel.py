@@ -1,10 +1,10 @@
 """The in-chunk gradients in registers: each warp keeps its 16 rows, and the chain closes to the raw inputs in place.
 
 Parent: 000 (replaces fla's intra backward, GVA sum, reverse cumsum, gate, norm and beta backward).
-Delta: a dyadic cover of the chunk. At half-size n (1, 2, 4, .. 32) the second half of every 2n-row block meets its first
-    half through the row m between them, so every exponent is -|gk_r - gk_m| <= 0 at any gate. Up to n = 8 both halves
-    live in one warp: operands go from accumulator to B fragment by movmatrix and nothing is shared; n = 16 and 32
-    exchange bf16 tiles through shared memory. Then the suffix sum of dg, the gate's, the norm's and the sigmoid's
+Delta: a dyadic cover of the chunk. At half-size n (1, 2, 4, .. 32) the second half of every 2n-row block meets its
+    first half through the row m between them, so every exponent is -|gk_r - gk_m| <= 0 at any gate. Up to n = 8 both
+    halves live in one warp: operands go from accumulator to B fragment by movmatrix and nothing is shared; n = 16 and
+    32 exchange bf16 tiles through shared memory. Then the suffix sum of dg, the gate's, the norm's and the sigmoid's
     derivative, each element still in its register.
 Why it should be faster: fla gives every 16 x 32 tile its own program: 14.8 ms for intra and 2.2 ms for the passes after
     it at B16 T8192 H16 K128. Read once and written once this is 4.1 KB a token-head, 8.6 GB, 2.1 ms; six exponentials

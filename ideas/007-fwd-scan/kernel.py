@@ -209,18 +209,18 @@ def fwd_scan_kernel(
         x = warpgroup_mma(h_0, kb.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
         if NK == 2:
             x = warpgroup_mma(h_1, kb.index(2 + s).permute((1, 0)), x, is_async=True)
-        y = warpgroup_mma(h_0, qg.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if NK == 2:
-            y = warpgroup_mma(h_1, qg.index(2 + s).permute((1, 0)), y, is_async=True)
         async_copy.wait_group(1)
         _build(kb, qg, kg, 1 - s, raw_q, raw_k, raw_g, b_G, 0, C32)
         b_v = sV.permute((1, 0)).load(M).to(gl.float32)
         b_beta = small.index(s).slice(128, 64).load(ROW)[None, :]
-        x = warpgroup_mma_wait(NK, deps=[x])
+        x = warpgroup_mma_wait(0, deps=[x])
 
         # ---- vn = r + r (Akk - I)^T
         r = b_beta * (b_v - x)
         vn = warpgroup_mma(gl.convert_layout(r.to(dt), A), sL.index(s).permute((1, 0)), r, is_async=True)
+        y = warpgroup_mma(h_0, qg.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if NK == 2:
+            y = warpgroup_mma(h_1, qg.index(2 + s).permute((1, 0)), y, is_async=True)
         _barrier()                                             # everybody has read the raw half and v
         _load_keys(raw_q, raw_k, raw_g, q, k, gk, row2h, row2, 0, live - 64, H, HV, K, C16, C32)
         _load_v(sV, v, row1, live, HV, V, BV, CV)

@@ -509,11 +509,14 @@ def dAqk(*, do, v_new, p, cu_seqlens, chunk_indices):
     return out
 
 
-def run(*, q, k, v, gk, beta, Akk, Aqk, h0, dht, do, p, cu_seqlens, chunk_indices, chunk_offsets):
+def run(
+    *, q, k, v, gk, beta, Akk, Aqk, h0, dht, do, p, cu_seqlens, chunk_indices, chunk_offsets, wanted=frozenset({"dAqk"})
+):
     """Tensors as in the chain's contract.
 
     Returns h, dh [B,NT,HV,K,V] and v_new, dv [B,T,HV,V] in the problem's dtype, dAqk [B,T,HV,64] fp32 and dh0
-    [N,HV,K,V] fp32 (None without h0). dv is the gradient of v_new; the next stage applies Akk and beta to it.
+    [N,HV,K,V] fp32 (None without h0). dv is the gradient of v_new; the next stage applies Akk and beta to it. dAqk is
+    left out where `wanted`, the names that a later stage reads, does not have it.
     """
     h, dh = (torch.empty(p.B, p.chunks_per_row, p.HV, p.K, p.V, dtype=p.dtype, device=q.device) for _ in range(2))
     v_new, dv = (_token(q, p, cu_seqlens, p.V, p.dtype) for _ in range(2))
@@ -543,8 +546,10 @@ def run(*, q, k, v, gk, beta, Akk, Aqk, h0, dht, do, p, cu_seqlens, chunk_indice
             p.scale, p.T, p.N,
             DT={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[p.dtype], **shape,
         )
-    da = dAqk(do=do, v_new=v_new, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
-    return {"h": h, "v_new": v_new, "dAqk": da, "dh": dh, "dh0": dh0, "dv": dv}
+    out = {"h": h, "v_new": v_new, "dh": dh, "dh0": dh0, "dv": dv}
+    if "dAqk" in wanted:                     # a later stage may form it itself
+        out["dAqk"] = dAqk(do=do, v_new=v_new, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+    return out
 
 
 SPANS = {"bwd.recompute..bwd.dhu": run}

@@ -676,3 +676,19 @@ SPANS = {"bwd.wy..bwd.beta": run}
 
 def spans(p):
     return {"bwd.wy..bwd.beta": run_log_gate if p.gate == "log" else run}
+
+
+_POINTERS = {
+    **dict.fromkeys(("gk", "beta", "diag", "tail", "yv"), "*fp32"),
+    **dict.fromkeys(("Akk", "do", "v_new", "dv", "v", "h", "dh", "xq", "xu", "xd", "D", "E", "dv_out"), "*bf16"),
+}
+COMPILE = [  # the value side; the key side is compiled by _compile
+    (
+        value_kernel,
+        {**_POINTERS, "cu_seqlens": "*i64", "chunk_indices": "*i64", "scale": "fp32", "T": "i32"},
+        {"HV": 16, "K": K, "V": V, "BT": CHUNK, "BV": BV, "IS_VARLEN": False, "STAGES": VALUE_STAGES},
+        VALUE_WARPS,
+        VALUE_STAGES,
+    )
+    for V in (128, 256)
+]

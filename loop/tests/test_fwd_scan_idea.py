@@ -123,7 +123,7 @@ def test_beta_in_the_inputs_type():
 
 FAULTS = {
     "a copy's wait": ("wait_group(1)", "wait_group(2)"),
-    "a product's wait": ("warpgroup_mma_wait(NK", "warpgroup_mma_wait(2 * NK"),
+    "a product's wait": ("x = warpgroup_mma_wait(0", "x = warpgroup_mma_wait(2"),
     "the end of the sequence": ("live - 64, HV", "64, HV"),
 }
 

@@ -6,11 +6,13 @@ chain with steps, prefers earlier candidates, and derives from the names alone w
 backward and when a tensor can be dropped.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 META = frozenset({"p", "cu_seqlens", "chunk_indices", "chunk_offsets"})  # arguments that are not tensors of the chain
+WANTED = "wanted"  # an optional argument: which of its tensors a function is asked for (see `_tell_wanted`)
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,16 @@ def span_writes(span: Sequence[str], stages: Sequence[Stage], outputs: Iterable[
 def make_step(
     span: str, fn: Callable, stages: Sequence[Stage], outputs: Iterable[str], source: str, writes=None
 ) -> Step:
-    """A step from a function whose keyword-only arguments name the tensors it reads."""
+    """A step from a function whose keyword-only arguments name the tensors it reads.
+
+    A function may also take `wanted`, which must have a default: see `_tell_wanted`.
+    """
     names = parse_span(span, stages)
     keywords = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return Step(
         span=names,
         fn=fn,
-        reads=tuple(n for n in keywords if n not in META),
+        reads=tuple(n for n in keywords if n not in META and n != WANTED),
         meta=tuple(n for n in keywords if n in META),
         writes=tuple(writes) if writes is not None else span_writes(names, stages, outputs),
         source=source,
@@ -176,6 +181,7 @@ def build(
             raise LookupError(f"{step.source} reads {missing[0]!r} before anything provides it")
         have.update(step.writes)
     keep_fwd, keep_bwd = set(fwd_outputs) | set(saved), set(bwd_outputs)
+    forward, backward = _tell_wanted(forward, keep_fwd), _tell_wanted(backward, keep_bwd)
     return Plan(forward, backward, tuple(saved), _drops(forward, keep_fwd), _drops(backward, keep_bwd))
 
 
@@ -187,6 +193,18 @@ def _prune(steps, wanted):
             wanted = (wanted - set(step.writes)) | set(step.reads)
             kept.append(step)
     return tuple(reversed(kept))
+
+
+def _tell_wanted(steps, keep):
+    """Bind `wanted` for the functions that ask: the names of theirs that a later step or the caller reads, so that they
+    can leave the others out."""
+    told = []
+    for i, step in enumerate(steps):
+        if WANTED in inspect.signature(step.fn).parameters:
+            wanted = frozenset(step.writes) & set(keep).union(*(s.reads for s in steps[i + 1 :]))
+            step = replace(step, fn=functools.partial(step.fn, wanted=wanted))
+        told.append(step)
+    return tuple(told)
 
 
 def _drops(steps, keep):
