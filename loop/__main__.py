@@ -5,7 +5,6 @@ A command exits 0 only on success, and answers bad input with one line.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -154,14 +153,29 @@ def profile(
     print(path)
 
 
+@app.command()
+def stages(
+    family: Family,
+    case: Annotated[str, typer.Option(help="One case id; default the first primary one.")] = "",
+    out: Out = None,
+):
+    """Write what each stage takes in fla's chain and in the shipped one, for the page's stage budget."""
+    from loop import budget, run, runner
+
+    found = case or runner.cases_of(family, "primary")[0].id
+    print(run.shown(budget.measure(runner.family(family), found, out)))
+
+
 # ----------------------------------------------------------------------------------------------------------- the record
 @app.command()
 def board(
     family: Annotated[list[str] | None, typer.Option(help="Only this family.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A list of objects, one per time.")] = False,
+    as_html: Annotated[bool, typer.Option("--html", help="Write the page of the whole ladder.")] = False,
     logs: Annotated[
         list[Path] | None, typer.Option(help="Folders or files of rows; default bench_logs and out/bench_logs.")
     ] = None,
+    out: Out = None,
 ):
     """The leaderboard per family, case and mode: ratios, intervals, times, share of the floor."""
     from loop import board as work
@@ -169,6 +183,12 @@ def board(
 
     families = [runner.family(f) for f in family] if family else registry.FAMILIES
     found = rows.read(*(logs or ()))
+    if as_html:
+        from loop import page, run
+
+        path = (out or run.out_folder() / "board") / "index.html"
+        print(run.shown(page.write(path, [r for r in found if r.family in families])))
+        return
     if as_json:
         print(json.dumps(work.entries(found, families), indent=1))
         return
@@ -220,14 +240,26 @@ def run(
 def nightly(
     only: Annotated[list[str] | None, typer.Option(help="Only this idea; repeat it for more.")] = None,
     family: Annotated[str | None, typer.Option(help="Only this family.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="smoke, primary or full: all of its cases; default the notebook's own.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes at once, on a CPU.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds an idea.")] = 3600.0,
+    devices: Annotated[str, typer.Option(help="GPUs, one process on each, e.g. 0,1; default the first.")] = "",
+    executor: Annotated[str, typer.Option(help="local, or submitit.")] = "local",
+    force: Annotated[bool, typer.Option("--force", help="Run again what passed before and has not changed.")] = False,
+    fail_on: Annotated[str, typer.Option(help="Changes that fail the batch too, by commas, e.g. slower.")] = "",
+    accept: Annotated[str, typer.Option(help="Run nothing: compare later batches with this one.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds an idea and case.")] = 3600.0,
     out: Out = None,
 ):
-    """Run every idea's notebook, one process each, past failures; write an index page."""
+    """Run every idea's notebook, one process each, past failures; say what changed and write a page."""
     from loop import nightly as work
 
-    raise typer.Exit(work.nightly(only=only or (), family=family, jobs=jobs, out=out, timeout=timeout))
+    if accept:
+        raise typer.Exit(work.accept(accept, out))
+    asked = {"only": only or (), "family": family, "tier": tier, "jobs_at_once": jobs, "devices": devices}
+    how = {"executor": executor, "force": force, "fail_on": fail_on, "out": out, "timeout": timeout}
+    raise typer.Exit(work.nightly(**asked, **how))
 
 
 @app.command()
@@ -256,19 +288,7 @@ def _finish(ok: bool) -> None:
 
 def main() -> None:
     """Run a command; ValueError and OSError become one line on stderr and exit code 2."""
-    import warnings
-
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    try:
-        app()
-    except (ValueError, OSError) as err:
-        console.say(f"error: {err}")
-        sys.exit(2)
-    except RuntimeError as err:
-        if "broke the GPU's context" not in str(err):
-            raise
-        console.say(f"error: {err}")
-        sys.exit(1)
+    console.guarded(app)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def _chain(family: str):
 
 def _baseline(family: str) -> Arm:
     if not on_gpu():
-        run = _plan_runner(family, lambda p: _chain(family).make_plan(p, base="reference", shipped=False))
+        run = plan_runner(family, lambda p: _chain(family).make_plan(p, base="reference", shipped=False))
         return Arm(
             "000",
             family,
@@ -172,7 +172,7 @@ def _ship(family: str) -> Arm:
             return op(**tensors, **inputs.case.op_kwargs(), cu_seqlens=inputs["cu_seqlens"])
     else:
         interpreter.install()
-        run = _plan_runner(family, lambda p: chain.make_plan(p, base="reference", shipped=True))
+        run = plan_runner(family, lambda p: chain.make_plan(p, base="reference", shipped=True))
     what = "the package" if on_gpu() else "the package's kernels, interpreted, in the plain-torch chain"
     return Arm(
         "ship",
@@ -217,13 +217,13 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         f"{'+'.join(ideas)} in {around}",
         sha,
         sources.ship(family) if shipped else None,
-        _plan_runner(family, plan),
+        plan_runner(family, plan),
         supports,
         lambda case: plan(case.problem(arch())).sources(),
     )
 
 
-def _plan_runner(family: str, plan_of: Callable) -> Callable:
+def plan_runner(family: str, plan_of: Callable) -> Callable:
     """A runner that builds one plan per problem and applies it to the op-level tensors, as the package's op does."""
     apply = importlib.import_module(f"kernel_fun.{family}.autograd").apply
     plan_of = functools.lru_cache(maxsize=64)(plan_of)

@@ -2,7 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 WIDTH = 200  # of tables that go to a file or a pipe
 
@@ -53,3 +54,18 @@ def _bar() -> Iterator:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def guarded(command: Callable[[], None]) -> None:
+    """Run a command; what it refuses is one line on stderr and exit code 2, a lost GPU context one line and 1."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        command()
+    except (ValueError, OSError) as err:
+        say(f"error: {err}")
+        sys.exit(2)
+    except RuntimeError as err:
+        if "broke the GPU's context" not in str(err):
+            raise
+        say(f"error: {err}")
+        sys.exit(1)

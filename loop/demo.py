@@ -24,7 +24,7 @@ def demo(idea: str | None = None, out: Path | None = None) -> int:
     result = run.run(chosen.id, out=out, on_cell=run.say_cell)
     show(console, result)
     base = out or run.out_folder()
-    index = page.write_index(base / "index.html", [result], board.entries(), title="kernel-fun demo")
+    index = page.write(base / "index.html", rows.read(), title="kernel-fun demo", runs=[(result, "")])
     for label, path in (("notebook", result.notebook), ("its page", result.html), ("index", index)):
         if path:
             console.print(f"{label:9} {run.shown(path)}", highlight=False, soft_wrap=True)

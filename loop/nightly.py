@@ -1,35 +1,35 @@
 """`./ladder nightly`: every idea's notebook, each in a process of its own, and a page that says how it went.
 
 A crash, a hang or an illegal memory access ends one process and becomes one row; the others go on. On a GPU the ideas
-take turns, since two at once would time each other.
+take turns, since two at once would time each other. What passed before, with the same code, contract, protocol and
+environment, is kept: so a batch that was interrupted goes on where it was.
 """
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
+import queue
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-
-from loop import arms, board, execute, page, processes, registry, rows, run
+from loop import batch, changes, env, fingerprint, gpus, jobs, page, rows, run, workers
+from loop.live import Report
 
 IDEA_TIMEOUT = 3600.0  # seconds for one idea's process
-CELL_SHARE = 0.8  # of it for one cell, so that the inner limit speaks first
 
 
 def nightly(
     *,
     only: Sequence[str] = (),
     family: str | None = None,
-    jobs: int = 1,
+    tier: str | None = None,
+    jobs_at_once: int = 1,
+    devices: str = "",
+    executor: str = "local",
+    force: bool = False,
+    fail_on: str = "",
     out: Path | None = None,
     timeout: float = IDEA_TIMEOUT,
 ) -> int:
@@ -37,60 +37,78 @@ def nightly(
 
     Args:
         only: idea numbers or names; empty: all. family: only ideas of this family (and 000).
-        jobs: processes at once, on a CPU; a GPU takes one.
-        timeout: seconds for one idea.
+        tier: smoke, primary or full: that tier's cases of each idea; None: the one that its notebook chooses.
+        jobs_at_once: processes, on a CPU. devices: GPUs, e.g. "0,1", one process on each; empty: the first.
+        executor: local, or submitit (from a machine like those that it submits to).
+        force: run again what would be kept.
+        fail_on: kinds of `loop.changes`, separated by commas, that make the exit code 1 too.
+        timeout: seconds for one job.
 
-    ValueError in one line for an unknown idea or family, or more than one job on a GPU.
+    ValueError in one line for an unknown idea, family, tier, device, executor or kind, or a GPU that is taken.
     """
-    ideas = select(only, family)
-    if jobs < 1 or (jobs > 1 and arms.on_gpu()):
-        raise ValueError(
-            f"jobs={jobs}: {'1 on a GPU, where ideas would time each other' if jobs > 1 else 'at least 1'}"
-        )
-    batch = _Batch(ideas, out or run.out_folder(), timeout)
-    folder = run.make_folder(batch.base / "nightly" / batch.run_id)
-    try:
-        with batch.report:
-            batch.work(jobs)
-    except KeyboardInterrupt:
-        said, code = f"interrupted after {len(batch.results)} of {len(ideas)}", 130
+    refuse = changes.kinds(fail_on)
+    todo = jobs.of(jobs.select(only, family), tier)
+    places, run_id = gpus.choose(devices, jobs_at_once), rows.new_run_id()
+    base = (out or run.out_folder()).resolve()
+    runs = workers.executor(executor, base / "nightly" / run_id / "submitit", timeout)
+    with gpus.locked(places) as places:
+        before = batch.earlier(base)
+        facts = {"tier": tier, "device": env.device_name(), "devices": [p.name for p in places], "executor": executor}
+        one = _Run(batch.start(base, run_id, **facts), todo, runs, base, timeout)
+        code = 0
+        try:
+            with _ended_by_signals(), one.report:
+                one.work([] if force else before, places)
+        except KeyboardInterrupt:
+            code = 130
+    return _finish(one, batch.accepted(before), refuse, code)
+
+
+def accept(run_id: str, out: Path | None = None) -> int:
+    """`--accept RUN`: compare later batches with that one. ValueError in one line for one that is not there."""
+    found = batch.read((out or run.out_folder()) / "nightly" / run_id)
+    found.accept()
+    print(f"{run_id} is accepted: {len(found.done)} results")
+    return 0
+
+
+def _finish(one: "_Run", accepted: dict, refuse: Sequence[str], code: int) -> int:
+    """Say how it went, write the page, accept a batch with nothing wrong in it; the exit code."""
+    results = [done.result for done in one.batch.done]
+    moved = changes.compare(one.batch.done, accepted)
+    if code:
+        said = f"interrupted after {len(results)} of {len(one.jobs)}"
     else:
-        failed, passed = (sum(getattr(r, name) for r in batch.results) for name in ("failed", "ok"))
-        declined = len(ideas) - failed - passed
+        failed, passed = (sum(getattr(r, name) for r in results) for name in ("failed", "ok"))
+        declined = len(results) - failed - passed
         said = f"{passed} passed, {failed} failed" + (f", {declined} not for this machine" if declined else "")
-        code = int(failed > 0)
-    path = page.write_index(folder / "index.html", batch.results, board.entries(), title="kernel-fun nightly")
+        code = int(failed > 0 or any(c.kind in refuse for c in moved))
+        if not code and not any(c.kind == "slower" for c in moved):
+            one.batch.accept()
+    one.batch.end(code)
+    path = page.write_batch(one.batch.folder / "index.html", one.batch, moved, bool(accepted))
+    for change in moved:
+        print(change, flush=True)
     print(f"{said}\n{run.shown(path)}", flush=True)
     return code
 
 
-def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
-    """The ideas of a batch, in order. ValueError in one line for an unknown idea or family, or none left."""
-    if family is not None and family not in registry.FAMILIES:
-        raise ValueError(f"family {family!r} is unknown; known: {', '.join(registry.FAMILIES)}")
-    wanted = {registry.folder(name).name for name in only}
-    ideas = [i for i in registry.all_ideas() if not wanted or i.name in wanted]
-    ideas = [i for i in ideas if family is None or i.family is None or family in i.family]
-    if not ideas:
-        raise ValueError(f"no idea of family {family}" if family else "no ideas yet; ./ladder new makes one")
-    return ideas
+class _Run:
+    """The jobs of one batch on their way."""
 
+    def __init__(self, record: batch.Batch, todo: Sequence[jobs.Job], executor, base: Path, timeout: float):
+        self.batch, self.jobs, self.executor, self.base, self.timeout = record, list(todo), executor, base, timeout
+        self.report = Report(self.jobs)
+        self.writing, self.stopping = threading.Lock(), threading.Event()
 
-class _Batch:
-    """The processes of one batch and what they left, in the order they ended."""
-
-    def __init__(self, ideas: Sequence[registry.Idea], base: Path, timeout: float):
-        self.ideas, self.base, self.timeout = ideas, base, timeout
-        self.run_id = rows.new_run_id()
-        self.report = _Report(ideas)
-        self.results: list[run.RunResult] = []
-        self.children: set[subprocess.Popen] = set()
-        self.stopping = threading.Event()
-
-    def work(self, jobs: int) -> None:
-        """Every idea, `jobs` at a time. An interrupt ends the running ones, without a row."""
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(self._one, idea) for idea in self.ideas]
+    def work(self, before: Sequence[batch.Batch], places: Sequence[gpus.Device]) -> None:
+        """Every job, one at a time on each place. An interrupt ends the running ones, without a row."""
+        left = [job for job in self.jobs if not self._keep(job, before)]
+        free: queue.Queue = queue.Queue()
+        for place in places:
+            free.put(place)
+        with ThreadPoolExecutor(len(places)) as pool:
+            futures = [pool.submit(self._one, job, free) for job in left]
             try:
                 for future in futures:
                     future.result()
@@ -98,92 +116,55 @@ class _Batch:
                 self.stopping.set()
                 for future in futures:
                     future.cancel()
-                for child in list(self.children):
-                    child.terminate()
+                self.executor.stop()
                 raise
 
-    def _one(self, idea: registry.Idea) -> None:
-        """Run one idea in a process of its own; whatever happens to it, a result."""
-        run_id = f"{self.run_id}-{idea.id}"
-        self.report.started(idea)
-        began = time.monotonic()
-        status, message = self._process(idea, run_id)
+    def _keep(self, job: jobs.Job, before: Sequence[batch.Batch]) -> bool:
+        """Take over what passed before, when nothing that it depends on has moved and its notebook is still there."""
+        key = fingerprint.of(job.idea)
+        for old in reversed(before):
+            for done in old.done:
+                r = done.result
+                same = (r.idea, r.case) == (job.idea.id, job.case) and r.ok
+                if same and not fingerprint.differs(key, done.key) and r.html and r.html.exists():
+                    r.rows = run.rows_of(r.run_id)
+                    kept = done.kept or old.id
+                    self.batch.add(batch.Done(r, key, kept))
+                    self.report.kept(job, r, kept)
+                    return True
+        return False
+
+    def _one(self, job: jobs.Job, free: queue.Queue) -> None:
+        """Run one job in a process of its own; whatever happens to it, a result."""
+        place = free.get()
+        try:
+            run_id, key, began = job.run_id(self.batch.id), fingerprint.of(job.idea), time.monotonic()
+            self.report.started(job, place.name)
+            order = workers.Order(job.idea.id, job.case, run_id, str(self.base), self.timeout, place.visible)
+            status, message = self.executor.run(order, place)
+        finally:
+            free.put(place)
         if self.stopping.is_set():
             return
-        result = self._read(run_id) if status != "RUNNER_TIMEOUT" else None
+        result = run.left_by(self.base, run_id) if status != "RUNNER_TIMEOUT" else None
         if result is None:
-            result = run.RunResult(idea.id, run_id, status, message, time.monotonic() - began, rows=run.rows_of(run_id))
-            run.record(result, idea)
-        self.results.append(result)
-        self.report.finished(idea, result)
-
-    def _process(self, idea: registry.Idea, run_id: str) -> tuple[str, str]:
-        """Start the process and wait for it; the status and message that hold if it left no result."""
-        command = [sys.executable, "-m", "loop.run", idea.id, str(self.base), str(CELL_SHARE * self.timeout)]
-        log = run.make_folder(self.base / "runs") / f"{run_id}.log"
-        environment = {**os.environ, "LOOP_RUN_ID": run_id, "PYTHONPATH": execute.python_path()}
-        with open(log, "wb") as sink:
-            child = subprocess.Popen(
-                command, cwd=registry.root(), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
-            )
-            self.children.add(child)
-            try:
-                code = child.wait(self.timeout)
-                return "RUNNER_DIED", f"its process ended with code {code}; see {run.shown(log)}"
-            except subprocess.TimeoutExpired:
-                return "RUNNER_TIMEOUT", f"ended after {self.timeout:g} s; see {run.shown(log)}"
-            finally:
-                processes.reap(run_id)
-                child.wait()
-                self.children.discard(child)
-
-    def _read(self, run_id: str) -> run.RunResult | None:
-        """The result a process left; None when it did not get that far."""
-        path = run.folder_of(self.base, run_id) / "result.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            paths = {name: Path(facts[name]) if facts[name] else None for name in ("notebook", "html")}
-            return run.RunResult(**{**facts, **paths}, rows=run.rows_of(run_id))
-        return None
+            took = time.monotonic() - began
+            result = run.RunResult(job.idea.id, run_id, status, message, took, case=job.case, rows=run.rows_of(run_id))
+            run.record(result, job.idea, {"case": job.case} if job.case else {})
+        moved = fingerprint.differs(fingerprint.of(job.idea), key)  # an edit while it ran: of which source was it?
+        with self.writing:
+            self.batch.add(batch.Done(result, {} if moved or not self.executor.here else key))
+        self.report.finished(job, result)
 
 
-class _Report:
-    """Progress: a live table in a terminal, one line per event anywhere else."""
-
-    def __init__(self, ideas: Sequence[registry.Idea]):
-        self.console, self.lock = Console(), threading.Lock()
-        self.lines = {idea.id: [idea.name, "waiting", "", ""] for idea in ideas}
-        self.live = (
-            Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
-            if self.console.is_terminal
-            else None
-        )
-
-    def __enter__(self):
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *exc):
-        if self.live:
-            self.live.stop()
-
-    def started(self, idea: registry.Idea) -> None:
-        self._set(idea, "running", "", "")
-
-    def finished(self, idea: registry.Idea, result: run.RunResult) -> None:
-        self._set(idea, result.status, f"{result.seconds:.0f} s", result.verdict if result.ok else result.message)
-
-    def _set(self, idea, *cells: str) -> None:
-        with self.lock:
-            self.lines[idea.id] = [idea.name, *cells]
-            if not self.live:
-                print("  ".join(cell for cell in self.lines[idea.id] if cell), flush=True)
-
-    def _table(self) -> Table:
-        table = Table("idea", "status", "time", "verdict or reason", box=None)
-        with self.lock:
-            for name, status, took, said in self.lines.values():
-                style = {"PASSED": "green", "running": "cyan", "waiting": "dim"}.get(status, "red")
-                table.add_row(name, f"[{style}]{status}[/]", took, said)
-        return table
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM, as a CI system or a scheduler sends it, is an interrupt like Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

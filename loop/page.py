@@ -1,47 +1,68 @@
-"""Pages people look at: a batch's index and the HTML copy of an executed notebook. No script, no network."""
+"""Pages people look at: a batch's index, the ladder's, each idea's, and the HTML copy of an executed notebook.
+
+Every page is one file: styles, plots and the few lines that sort a table are in it, and nothing comes from a network.
+"""
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import jinja2
 import nbformat
 from markupsafe import Markup
 
-RATIO_RANGE = (0.5, 4.0)  # of the plotted ratio axis, logarithmic; what lies outside is drawn at its end
+from loop import board, budget, registry, rows, views
+from loop.changes import Change
 
 
-def write_index(path: Path, runs: Sequence, entries: Sequence[dict], *, title: str = "kernel-fun") -> Path:
-    """Write a batch's page: failures first, then every run, then the leaderboard.
+def write_batch(path: Path, batch, moved: Sequence[Change], compared: bool) -> Path:
+    """Write a batch's page, and each idea's beside it: failures first, what changed, then the whole ladder.
 
     Args:
-        path: the .html file; links to notebooks are relative to its folder.
-        runs: `loop.run.RunResult` objects of the batch, in any order.
-        entries: leaderboard entries as `./ladder board --json` prints them.
+        path: the index.html; links are relative to its folder.
+        batch: a `loop.batch.Batch`. moved: its changes. compared: False when there was no accepted batch.
     """
-    views = [_run_view(r, path.parent) for r in sorted(runs, key=lambda r: (r.ok, r.idea))]
-    groups: dict[tuple, list[dict]] = {}
-    for entry in entries:
-        key = (entry["device"] == "cpu", entry["family"], entry["case"], entry["mode"], entry["device"])  # GPUs first
-        groups.setdefault(key, []).append(_entry_view(entry))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        _environment()
-        .get_template("index.html.j2")
-        .render(
-            title=title,
-            failures=[v for v in views if v["failed"]],
-            passes=[v for v in views if v["ok"]],
-            declined=[v for v in views if not v["ok"] and not v["failed"]],
-            groups=[
-                {"title": " · ".join(key[1:]), "cpu": key[0], "entries": sorted(rows, key=lambda e: -e["ratio"])}
-                for key, rows in sorted(groups.items())
-            ],
-        ),
-        encoding="utf-8",
-    )
+    runs = [(done.result, done.kept) for done in batch.done]
+    facts = {
+        "moved": moved,
+        "compared": compared,
+        "batch": batch.facts | {"id": batch.id, "accepted": batch.accepted, "interrupted": batch.code == 130},
+    }
+    return write(path, rows.read(), title="kernel-fun nightly", runs=runs, **facts)
+
+
+def write(path: Path, found: Sequence[rows.Row], *, title: str = "kernel-fun", runs: Sequence = (), **facts) -> Path:
+    """Write the page of the rows, and each idea's beside it in `ideas/`.
+
+    Args:
+        path: the .html file. found: rows, oldest first.
+        runs: (`loop.run.RunResult`, the batch it was kept from or an empty string) of the runs that it is about.
+    """
+    seen = [_run_view(r, kept, path.parent) for r, kept in sorted(runs, key=lambda x: (x[0].ok, x[0].idea, x[0].case))]
+    ideas = [views.idea(one, found) for one in registry.all_ideas()]
+    pages = {view["id"]: f"ideas/{view['name']}.html" for view in ideas}
+    context = {
+        "title": title, "utc": rows.utc_now(), "groups": views.leaderboard(found), "plots": views.against_floor(found),
+        "budgets": budget.plots(), "broken": board.failures(found), "ideas": ideas, "pages": pages,
+        "failures": [v for v in seen if v["failed"]], "passes": [v for v in seen if v["ok"]],
+        "declined": [v for v in seen if not v["ok"] and not v["failed"]], "ran": bool(runs),
+        "moved": (), "compared": False, "batch": None,
+    }  # fmt: skip
+    (path.parent / "ideas").mkdir(parents=True, exist_ok=True)
+    path.write_text(_render("index.html.j2", context | facts), encoding="utf-8")
+    for view in ideas:
+        here = path.parent / pages[view["id"]]
+        mine = [_run_view(r, kept, here.parent) for r, kept in runs if r.idea == view["id"]]
+        known = {
+            "title": view["name"],
+            "v": view,
+            "runs": mine or _last_run(view, found, here),
+            "home": path.name,
+            "parents": pages,
+        }
+        here.write_text(_render("idea.html.j2", known), encoding="utf-8")
     return path
 
 
@@ -50,23 +71,36 @@ def notebook_html(nb: nbformat.NotebookNode, result) -> str:
     from nbconvert import HTMLExporter
 
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(nb)
-    return (
-        _environment()
-        .get_template("notebook.html.j2")
-        .render(title=f"{result.idea}: {result.status}", result=result, body=Markup(body))
+    return _render(
+        "notebook.html.j2", {"title": f"{result.idea}: {result.status}", "result": result, "body": Markup(body)}
     )
 
 
-def _run_view(run, folder: Path) -> dict:
+def _last_run(view: dict, found: Sequence[rows.Row], here: Path) -> list[dict]:
+    """The newest executed notebook that is still there, of the runs that left rows of an idea."""
+    from loop import run
+
+    for run_id in dict.fromkeys(row.run_id for row in reversed(found) if row.arm == view["id"]):
+        last = run.left_by(run.out_folder(), run_id)
+        if last and last.html and last.html.exists():
+            return [_run_view(last, "", here.parent)]
+    return []
+
+
+def _run_view(run, kept: str, folder: Path) -> dict:
     links = [
-        (label, _relative(path, folder)) for label, path in (("page", run.html), ("notebook", run.notebook)) if path
+        (label, _relative(path, folder))
+        for label, path in (("page", run.html), ("notebook", run.notebook))
+        if path and path.exists()
     ]
     return {
         "idea": run.idea,
+        "case": run.case or next((row.case for row in run.mine if row.case), ""),
+        "run_id": run.run_id,
         "status": run.status,
         "ok": run.ok,
         "failed": run.failed,
-        "message": run.message,
+        "message": f"kept from {kept}" if kept else run.message,
         "verdict": run.verdict,
         "seconds": run.seconds,
         "links": links,
@@ -74,19 +108,11 @@ def _run_view(run, folder: Path) -> dict:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    return quote(Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix())
 
 
-def _entry_view(entry: dict) -> dict:
-    """The entry plus where its interval lies on the plotted axis, in percent."""
-    low, mid, high = (_position(entry[name]) for name in ("ci_low", "ratio", "ci_high"))
-    share = entry["floor_ms"] / entry["ms"] if entry.get("floor_ms") and entry.get("ms") else None
-    return entry | {"low": low, "mid": mid, "width": max(high - low, 0.5), "one": _position(1.0), "share": share}
-
-
-def _position(ratio: float) -> float:
-    lo, hi = map(math.log, RATIO_RANGE)
-    return 100 * (math.log(min(max(ratio, RATIO_RANGE[0]), RATIO_RANGE[1])) - lo) / (hi - lo)
+def _render(template: str, context: dict) -> str:
+    return _environment().get_template(template).render(**context)
 
 
 @functools.cache

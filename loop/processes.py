@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
+PARENT = "LOOP_PARENT"  # the process that a job's process must not outlive
 GRACE = 3.0  # seconds between asking a process to end and ending it
 
 
@@ -30,6 +32,19 @@ def reap(run_id: str) -> list[int]:
         time.sleep(0.05)
     _send(left, signal.SIGKILL)
     return found
+
+
+def end_with_parent(run_id: str) -> None:
+    """From now on, when the process in LOOP_PARENT is gone (killed, say), end this one and the rest of the run."""
+    parent = int(os.environ.pop(PARENT, os.getppid()))
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        reap(run_id)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _send(pids, sig):

@@ -7,6 +7,7 @@ row carrying this run's id was written with status PASSED. Everything else has a
 
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ class RunResult:
 
     `status` is PASSED, one of the runner's own failures (KERNEL_DIED, TIMEOUT, EXITED, NO_VERDICT, UNKNOWN_PARAMETER,
     IMPORT_ERROR, ERROR), or the status of a row that says the kernel failed. `rows` are those the notebook recorded,
-    `seconds` is wall time, `message` is one line.
+    `seconds` is wall time, `message` is one line, `case` is empty where the notebook chose.
     """
 
     idea: str
@@ -38,6 +39,7 @@ class RunResult:
     seconds: float
     notebook: Path | None = None
     html: Path | None = None
+    case: str = ""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -109,9 +111,10 @@ def run_notebook(
     run_id, began = rows.new_run_id(), time.monotonic()
     nb = execute.load(notebook)
     parameters = dict(parameters or {})
+    case = str(parameters.get("case", ""))
     if unknown := sorted(set(parameters) - set(known := execute.defaults(nb))):
         text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'none'}"
-        result = RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0)
+        result = RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0, case=case)
         record(result, registry.find(idea), parameters)
         return result
     folder = make_folder(folder_of(out or out_folder(), run_id))
@@ -121,7 +124,7 @@ def run_notebook(
             failure = execute.execute(nb, executed, parameters, timeout, on_cell)
         finally:
             processes.reap(run_id)
-    result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, rows=rows_of(run_id))
+    result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, case=case, rows=rows_of(run_id))
     result.status, result.message = failure or execute.classify(nbformat.read(executed, as_version=4), result.mine)
     result.html = _write_html(executed, result)
     record(result, registry.find(idea), parameters)
@@ -163,6 +166,16 @@ def folder_of(out: Path, run_id: str) -> Path:
     return out / "runs" / run_id
 
 
+def left_by(out: Path, run_id: str) -> RunResult | None:
+    """The result that a run left in its folder, with its rows; None when it did not get that far."""
+    try:
+        facts = json.loads((folder_of(out, run_id) / "result.json").read_text(encoding="utf-8"))
+        paths = {name: Path(facts[name]) if facts[name] else None for name in ("notebook", "html")}
+        return RunResult(**{**facts, **paths}, rows=rows_of(run_id))
+    except (OSError, ValueError, KeyError, TypeError):  # absent, cut short, or of another version
+        return None
+
+
 def rows_of(run_id: str) -> list[Row]:
     """The rows recorded under a run id."""
     base = registry.root()
@@ -194,6 +207,7 @@ def record(result: RunResult, idea: registry.Idea, parameters: Mapping[str, obje
         kind="run",
         family=family,
         arm=result.idea,
+        case=result.case or None,
         status=result.status,
         reason=result.message,
         device=device,
@@ -213,5 +227,8 @@ def _write_html(executed: Path, result: RunResult) -> Path:
     return path
 
 
-if __name__ == "__main__":  # one idea of a nightly: IDEA OUT CELL_TIMEOUT
-    sys.exit(not run(sys.argv[1], out=Path(sys.argv[2]), timeout=float(sys.argv[3])).ok)
+if __name__ == "__main__":  # one job of a nightly: IDEA OUT CELL_TIMEOUT CASE
+    _idea, _out, _timeout, _case = sys.argv[1:]
+    processes.end_with_parent(os.environ["LOOP_RUN_ID"])
+    _given = {"case": _case} if _case else {}
+    sys.exit(not run(_idea, parameters=_given, out=Path(_out), timeout=float(_timeout)).ok)

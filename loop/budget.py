@@ -1,0 +1,159 @@
+"""The stage budget: what each stage of a pass takes in fla's chain and in the shipped one, against its floor.
+
+`measure` asks torch's profiler, so its times are a reading of where time goes and no evidence for a verdict: they are
+kept in profiles/ as JSON, apart from the rows. `plots` lays them out as stacked bars for the page.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from loop import arms, calls, cases, contract, env, inputs, registry, rows
+from loop.promote import replace
+
+CALLS = 5
+CHAINS = {"000": False, "ship": True}  # arm -> with the shipped kernels
+H200 = (9, 0)
+
+
+def measure(family: str, case_id: str, out: Path | None = None) -> Path:
+    """Profile the forward and backward of fla's stages and of the shipped chain; the file written.
+
+    On a CPU the plain-torch chain stands for fla's, tiny cases only, and the file goes to out/. ValueError, in one
+    line, for an unknown family or case, or a case that this machine cannot run.
+    """
+    device = "cuda" if arms.on_gpu() else "cpu"
+    case = cases.get(family, case_id)
+    cases.require_device(case, device)
+    given = inputs.make(case, 0, device)
+    facts = {"family": family, "case": case.id, "device": env.device_name(), "utc": rows.utc_now()}
+    found = facts | {"versions": env.versions(), "arms": {name: _steps(family, case, given, name) for name in CHAINS}}
+    folder = out or registry.root() / ("profiles" if device == "cuda" else "out/profiles")
+    path = folder / f"stages-{family}-{case.id}.json"
+    replace(path, (json.dumps(found, indent=1) + "\n").encode())
+    return path
+
+
+def _steps(family: str, case, given, name: str) -> list[dict]:
+    """Every step of one chain, in order: its span, what runs it, and ms per call."""
+    chain, base = importlib.import_module(f"kernel_fun.{family}.chain"), "fla" if arms.on_gpu() else "reference"
+    plan = chain.make_plan(case.problem(arms.arch()), base=base, shipped=CHAINS[name])
+    marked = {
+        side: tuple(dataclasses.replace(s, fn=_marked(s)) for s in getattr(plan, side))
+        for side in ("forward", "backward")
+    }
+    run = arms.plan_runner(family, lambda p: dataclasses.replace(plan, **marked))
+    call = calls.make(dataclasses.replace(arms.make(family, "000"), run=run), given, "fwdbwd")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if arms.on_gpu():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    call()
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        for _ in range(CALLS):
+            call()
+        if arms.on_gpu():
+            torch.cuda.synchronize()
+    total: dict[str, float] = {}
+    for e in profile.key_averages():
+        if e.device_type == torch.autograd.DeviceType.CPU:
+            total[e.key] = e.device_time_total if arms.on_gpu() else e.cpu_time_total
+    return [
+        {"span": _span(s), "source": s.source, "ms": total.get(_mark(s), 0.0) / CALLS / 1e3}
+        for s in (*plan.forward, *plan.backward)
+    ]
+
+
+def _span(step) -> str:
+    return step.span[0] if len(step.span) == 1 else f"{step.span[0]}..{step.span[-1]}"
+
+
+def _mark(step) -> str:
+    return f"stage {_span(step)}"
+
+
+def _marked(step):
+    def run(**tensors):
+        with torch.profiler.record_function(_mark(step)):
+            return step.fn(**tensors)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------- plots
+def readings() -> list[dict]:
+    """The recorded stage times, those of GPUs first. A file that is not one is left out."""
+    found = []
+    for folder in ("profiles", "out/profiles"):
+        for path in sorted((registry.root() / folder).glob("stages-*.json")):
+            try:
+                facts = json.loads(path.read_text(encoding="utf-8"))
+                cases.get(facts["family"], facts["case"])
+                found.append(facts | {"arms": {name: list(facts["arms"][name]) for name in CHAINS}})
+            except (ValueError, KeyError, TypeError, LookupError):
+                continue
+    return found
+
+
+def plots() -> list[dict]:
+    """One set of stacked bars for each recorded case, and the floors alone for a family that has none."""
+    found = [_plot(facts) for facts in readings()]
+    known = {plot["family"] for plot in found if not plot["cpu"]}
+    for family in registry.FAMILIES:
+        if family not in known:
+            case = next(iter(cases.select(family, "primary", "gpu")))
+            found.append(_plot({"family": family, "case": case.id, "device": "H200", "utc": "", "arms": {}}))
+    return found
+
+
+def _plot(facts: dict) -> dict:
+    family, cpu = facts["family"], facts["device"] == "cpu"
+    p = cases.get(family, facts["case"]).problem(H200)
+    stages = contract.cost_table(family, p)
+    floors = [(s["stage"], s["floor_ms"]) for s in stages]
+    whole = [(f"all of {mode}", contract.floor(family, mode, p).ms) for mode in ("fwd", "bwd")]
+    names = {"000": "plain torch" if cpu else "fla", "ship": "shipped"}
+    bars = [
+        _bar(names[arm], [(f"{s['span']} by {s['source']}", s["ms"]) for s in facts["arms"][arm]])
+        for arm in CHAINS
+        if arm in facts["arms"]
+    ]
+    if not cpu:  # the floors are an H200's
+        bars += [_bar("floor, stage by stage", floors), _bar("floor, one kernel a pass", whole)]
+    longest = max(bar["ms"] for bar in bars) or 1.0
+    for bar in bars:
+        at = 0.0
+        for part in bar["parts"]:
+            part |= {"x": 100 * at / longest, "width": 100 * part["ms"] / longest}
+            at += part["ms"]
+    said = "; ".join(f"{bar['label']} {bar['ms']:.3g} ms" for bar in bars)
+    title = f"{family} · {facts['case']} · {facts['device']}"
+    return {
+        "title": title, "family": family, "cpu": cpu, "utc": facts["utc"], "bars": bars,
+        "measured": bool(facts["arms"]), "alt": f"Stage budget of {title}: {said}.",
+        "table": _table(facts["arms"], floors),
+    }  # fmt: skip
+
+
+def _bar(label: str, parts: Iterable[tuple[str, float]]) -> dict:
+    listed = [{"name": name, "ms": ms} for name, ms in parts]
+    return {"label": label, "parts": listed, "ms": sum(part["ms"] for part in listed)}
+
+
+def _table(measured: dict, floors: list[tuple[str, float]]) -> list[dict]:
+    """One line a stage: its floor, and in each chain its time, or the span that has it."""
+    columns: dict[str, dict[str, str]] = {}
+    order = [name for name, _ in floors]
+    for arm, steps in measured.items():
+        columns[arm] = {}
+        for step in steps:
+            first, _, last = step["span"].partition("..")
+            covered = order[order.index(first) : order.index(last or first) + 1]
+            columns[arm] |= dict.fromkeys(covered, f"in {step['span']}") | {first: f"{step['ms']:.3f}"}
+    return [
+        {"stage": name, "floor": f"{ms:.3f}", "cells": [columns[arm].get(name, "left out") for arm in measured]}
+        for name, ms in floors
+    ]

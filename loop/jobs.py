@@ -1,0 +1,57 @@
+"""What a batch runs: ideas, and for a tier the cases of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loop import arms, cases, registry
+
+TIERS = ("smoke", "primary", "full")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one idea's notebook. `case` is empty where the notebook chooses."""
+
+    idea: registry.Idea
+    case: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.idea.name} {self.case}".rstrip()
+
+    def run_id(self, batch: str) -> str:
+        return "-".join(filter(None, (batch, self.idea.id, self.case)))
+
+
+def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
+    """The ideas of a batch, in order. ValueError in one line for an unknown idea or family, or none left."""
+    if family is not None and family not in registry.FAMILIES:
+        raise ValueError(f"family {family!r} is unknown; known: {', '.join(registry.FAMILIES)}")
+    wanted = {registry.folder(name).name for name in only}
+    ideas = [i for i in registry.all_ideas() if not wanted or i.name in wanted]
+    ideas = [i for i in ideas if family is None or i.family is None or family in i.family]
+    if not ideas:
+        raise ValueError(f"no idea of family {family}" if family else "no ideas yet; ./ladder new makes one")
+    return ideas
+
+
+def of(ideas: Sequence[registry.Idea], tier: str | None) -> list[Job]:
+    """One job an idea, or with a tier one for each of its cases that this machine and the idea take.
+
+    An idea that takes none, or does not import, is still one job: its notebook says why.
+    """
+    if tier is None:
+        return [Job(idea) for idea in ideas]
+    if tier not in TIERS:
+        raise ValueError(f"tier {tier!r} is unknown; known: {', '.join(TIERS)}")
+    return [job for idea in ideas for job in _of_tier(idea, tier)]
+
+
+def _of_tier(idea: registry.Idea, tier: str) -> list[Job]:
+    if idea.error:
+        return [Job(idea)]
+    # 000 is of every family; its notebook takes the first
+    family = idea.family if idea.family in registry.FAMILIES else registry.FAMILIES[0]
+    takes = arms.make(family, idea.id).supports
+    listed = list(cases.select(family, tier, "gpu" if arms.on_gpu() else "tiny"))
+    return [Job(idea, case.id) for case in listed if takes(case)[0]] or [Job(idea)]

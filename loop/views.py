@@ -1,0 +1,161 @@
+"""What the pages show, as plain values: bars, histories and tables from rows, texts and differences from ideas.
+
+Positions on a plot are percent of its width, so that a template can draw it at any width with text of one size.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import mistune
+from markupsafe import Markup
+
+from loop import board, registry, rows
+from loop.promote import profiles, section
+
+RATIO_RANGE = (0.5, 4.0)  # of the plotted ratio axis, logarithmic; what lies outside is drawn at its end
+HISTORY = 24  # runs shown of one measurement
+_markdown = mistune.create_markdown(escape=True, plugins=["table"])
+
+
+def markdown(text: str) -> Markup:
+    """Markdown as HTML; HTML inside it stays text."""
+    return Markup(_markdown(text))
+
+
+# ---------------------------------------------------------------------------------------------------------- leaderboard
+def leaderboard(found: Sequence[rows.Row]) -> list[dict]:
+    """Groups of one family, case, mode and device, GPUs first; in each the newest times, fastest first."""
+    verdicts = {row.row_id: row.verdict for row in found}
+    past = histories(found)
+    groups: dict[tuple, list[dict]] = {}
+    for e in board.entries(found):
+        key = (e["device"] == "cpu", e["family"], e["case"], e["mode"], e["device"])
+        runs = past[e["family"], e["arm"], e["case"], e["mode"], e["baseline"], e["device"]]
+        groups.setdefault(key, []).append(_entry(e) | {"verdict": verdicts.get(e["row_id"], ""), "history": runs})
+    return [
+        {"title": " · ".join(key[1:]), "cpu": key[0], "entries": sorted(listed, key=lambda e: -e["ratio"])}
+        for key, listed in sorted(groups.items())
+    ]
+
+
+def _entry(e: dict) -> dict:
+    """A leaderboard entry, and where its interval lies on the plotted axis."""
+    low, mid, high = (position(e[name]) for name in ("ci_low", "ratio", "ci_high"))
+    share = e["floor_ms"] / e["ms"] if e.get("floor_ms") and e.get("ms") else None
+    return e | {"low": low, "mid": mid, "width": max(high - low, 0.5), "one": position(1.0), "share": share}
+
+
+def position(ratio: float) -> float:
+    """Percent of the ratio axis."""
+    lo, hi = map(math.log, RATIO_RANGE)
+    return 100 * (math.log(min(max(ratio, RATIO_RANGE[0]), RATIO_RANGE[1])) - lo) / (hi - lo)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plots
+def against_floor(found: Sequence[rows.Row]) -> list[dict]:
+    """One plot for each family, case and device: every arm's newest time in each mode, and the floor."""
+    plots: dict[tuple, dict] = {}
+    for e in board.entries(found):
+        if e["baseline"] == registry.BASELINE:
+            key = (e["device"] == "cpu", e["family"], e["case"], e["device"])
+            plots.setdefault(key, {})[e["mode"], e["ms"], e["arm"]] = e
+    return [_bars(key, [listed[k] for k in sorted(listed)]) for key, listed in sorted(plots.items())]
+
+
+def _bars(key: tuple, listed: list[dict]) -> dict:
+    longest = max(e["ms"] for e in listed)
+    bars = [
+        {
+            "label": f"{e['mode']} {e['arm']}: {e['ms']:.3f} ms" + (" (stale)" if e["stale"] else ""),
+            "said": f"floor {e['floor_ms']:.3f} ms, {100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else "",
+            "width": 100 * e["ms"] / longest,
+            "floor": 100 * e["floor_ms"] / longest if e["floor_ms"] else None,
+            "base": e["arm"] == registry.BASELINE,
+        }
+        for e in listed
+    ]
+    closest = max((e for e in listed if e["floor_ms"]), key=lambda e: e["floor_ms"] / e["ms"], default=None)
+    said = f"Closest to its floor: {closest['arm']}, {closest['mode']}." if closest else "No floor is known here."
+    text = "; ".join(f"{b['label']}{', ' + b['said'] if b['said'] else ''}" for b in bars)
+    return {"title": " · ".join(key[1:]), "bars": bars, "alt": f"Time against the floor. {said} {text}."}
+
+
+def histories(found: Iterable[rows.Row]) -> dict[tuple, dict]:
+    """Every measurement's ratios over its newest runs, oldest first. The key is family, arm, case, mode, baseline,
+    device."""
+    listed: dict[tuple, list[rows.Row]] = {}
+    for row in found:
+        if row.kind == "bench":
+            listed.setdefault((row.family, row.arm, row.case, row.mode, row.baseline, row.device), []).append(row)
+    return {key: _history(runs[-HISTORY:]) for key, runs in listed.items()}
+
+
+def _history(runs: list[rows.Row]) -> dict:
+    step = 100 / (len(runs) + 1)
+    points = []
+    for number, row in enumerate(runs, 1):
+        p = row.perf
+        point = {"x": step * number, "utc": row.utc, "status": row.status, "row_id": row.row_id, "perf": p}
+        if p:
+            point |= {name: 100 - position(v) for name, v in (("y", p.ratio), ("top", p.ci_high), ("bottom", p.ci_low))}
+        points.append(point)
+    said = ", ".join(f"{r.perf.ratio:.3f}" if r.perf else r.status for r in runs)
+    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    return {"points": points, "alt": f"Ratio over {count}, oldest first: {said}", "one": 100 - position(1.0)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- ideas
+def idea(one: registry.Idea, found: Sequence[rows.Row]) -> dict:
+    """An idea's page: what it predicts, what came of it, its errors, its difference from its parent, its profiles."""
+    path = one.folder / "IDEA.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    front = registry.front_matter(one.folder)
+    hypothesis, outcome = (section(text, heading) for heading in ("Hypothesis", "Outcome"))
+    mine = [row for row in found if row.arm == one.id]
+    newest = [row for row in board.newest(mine) if row.perf]
+    return {
+        "name": one.name, "id": one.id, "family": one.family or ", ".join(registry.FAMILIES),
+        "spans": ", ".join(one.spans), "status": front.get("status", ""), "error": one.error,
+        "parent": parent(front), "hypothesis": markdown(hypothesis), "outcome": markdown(outcome),
+        "predicted": markdown(prediction(hypothesis)), "measured": [_entry(board.entry(r)) for r in newest],
+        "verdicts": {row.row_id: row.verdict for row in newest}, "errors": errors(mine),
+        "history": [(" · ".join(map(str, key[2:])), h) for key, h in sorted(histories(mine).items(), key=str)],
+        "diff": difference(one, parent(front)), "failures": board.failures(mine),
+        "profiles": [(p.stem, markdown(p.read_text(encoding="utf-8"))) for p in profiles(one)],
+    }  # fmt: skip
+
+
+def parent(front: dict) -> str:
+    """The id of the parent; 000, fla itself, where none is named."""
+    return front.get("parent") or registry.BASELINE
+
+
+def prediction(hypothesis: str) -> str:
+    """The paragraphs of a hypothesis that begin with a prediction; without one its last."""
+    paragraphs = [p for p in re.split(r"\n\s*\n", hypothesis) if p.strip()]
+    return "\n\n".join([p for p in paragraphs if re.match(r"\W*(predict|expect)", p, re.IGNORECASE)] or paragraphs[-1:])
+
+
+def errors(mine: Sequence[rows.Row]) -> list[dict]:
+    """The newest check of each case and device: the error of every output as a share of its limit."""
+    last = {(row.case, row.device): row for row in mine if row.check and row.check.errors}
+    tables = []
+    for (case, device), row in sorted(last.items()):
+        outputs = []
+        for name, e in row.check.errors.items():
+            share = e.error / e.limit if e.error is not None and e.limit else None
+            outputs.append({"name": name, "e": e, "share": share, "bar": 100 * min(share or 0, 1.25) / 1.25})
+        tables.append({"title": f"{case} on {device}, {row.utc}: {row.status}", "outputs": outputs})
+    return tables
+
+
+def difference(one: registry.Idea, parent_id: str) -> list[tuple[str, str]] | None:
+    """(kind, line) of the kernel's difference from its parent's; None when one of the two has no kernel."""
+    folder = registry.folders().get(parent_id)
+    if folder is None or not one.kernel.exists() or not (folder / "kernel.py").exists():
+        return None
+    old, new = (p.read_text(encoding="utf-8").splitlines() for p in (folder / "kernel.py", one.kernel))
+    lines = difflib.unified_diff(old, new, f"{folder.name}/kernel.py", f"{one.name}/kernel.py", n=2, lineterm="")
+    return [({"+": "add", "-": "del", "@": "at"}.get(line[:1], ""), line) for line in lines]
