@@ -15,7 +15,7 @@ if not EXAMPLES.exists():
     pytest.skip("the examples come with the source tree, not with the wheel", allow_module_level=True)
 
 WORKER = """
-    import json, sys
+    import json, os, sys
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -32,6 +32,8 @@ WORKER = """
     print(json.dumps(train_recall.train(device=device, parallel=None if parallel == "none" else parallel, **settings)))
     if parallel != "none":
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 now and then aborts when the interpreter ends after DDP over gloo, whatever the model
 """
 
 

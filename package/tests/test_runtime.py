@@ -65,6 +65,15 @@ def test_gradients_accumulate_over_two_backwards():
     assert torch.equal(tensors["q"].grad, 2 * once)
 
 
+@pytest.mark.parametrize("operator", [chunk_kda, causal_conv1d])
+def test_a_second_derivative_is_an_error(operator):
+    tensors, flags = kda() if operator is chunk_kda else conv()
+    first = next(iter(tensors.values()))
+    (grad,) = torch.autograd.grad(operator(**tensors, **flags)[0].square().sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_an_input_changed_before_the_backward_is_an_error():
     tensors, flags = kda()
     o, _ = chunk_kda(**tensors, **flags)

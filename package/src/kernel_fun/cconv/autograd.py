@@ -1,5 +1,6 @@
 """The autograd Function behind `causal_conv1d`: runs a plan's forward, saves what it names, runs its backward."""
 import torch
+from torch.autograd.function import once_differentiable
 
 from .chain import BWD_OUTPUTS, INPUTS
 
@@ -22,6 +23,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         return env["y"], env["ht"]
 
     @staticmethod
+    @once_differentiable  # a second derivative is an error, not a gradient that leaves out what the plan saved
     def backward(ctx, dy, dht):
         plan, p = ctx.plan, ctx.p
         *saved, cu_seqlens, chunk_indices, chunk_offsets = ctx.saved_tensors

@@ -5,6 +5,7 @@ smaller by itself.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .chain import INPUTS
 
@@ -22,6 +23,7 @@ class ChunkKDAFunction(torch.autograd.Function):
         return env["o"], env["ht"]
 
     @staticmethod
+    @once_differentiable  # a second derivative is an error, not a gradient that leaves out what the plan saved
     def backward(ctx, do, dht):
         plan, p = ctx.plan, ctx.p
         *saved, cu_seqlens, chunk_indices, chunk_offsets = ctx.saved_tensors
