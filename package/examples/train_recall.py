@@ -10,6 +10,7 @@ A model that ignores the context stays at log(values). Data and initial weights 
 see the same run, as do one process and several, and their curves differ by rounding only.
 """
 import argparse
+import gc
 import importlib
 import os
 
@@ -152,6 +153,7 @@ def main() -> None:
         torch.cuda.set_device(options["device"])
     dist.init_process_group("nccl" if options["device"].startswith("cuda") else "gloo")
     train(**options, every=20)
+    gc.collect()  # DDP's model is a reference cycle; left to the interpreter's end, its process group may abort there
     dist.destroy_process_group()
 
 

@@ -10,6 +10,9 @@ Layout inside: `pack` gathers the rows of every chunk to [NT, HV, 64, D], zero b
 ragged and packed calls are one path; `unpack` scatters back to [B, T, HV, D].
 """
 
+import functools
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -29,15 +32,27 @@ def acc_dtype(p: KdaProblem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def chunk_table(p: KdaProblem, cu_seqlens) -> tuple[torch.Tensor, list[int]]:
+def chunk_table(p: KdaProblem, cu_seqlens) -> tuple[torch.Tensor, tuple[int, ...]]:
     """([NT, 64] flat token index of each chunk row, -1 beyond the sequence; first chunk of each sequence, plus NT)."""
-    bounds = cu_seqlens.tolist() if p.varlen else [b * p.T for b in range(p.B + 1)]
-    rows, first = [], [0]
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        index = torch.arange(start, start + -(-(end - start) // CHUNK) * CHUNK)
-        rows.append(torch.where(index < end, index, -1).view(-1, CHUNK))
-        first.append(first[-1] + rows[-1].shape[0])
-    return torch.cat(rows) if rows else torch.empty(0, CHUNK, dtype=torch.int64), first
+    bounds = tuple(cu_seqlens.tolist()) if p.varlen else tuple(b * p.T for b in range(p.B + 1))
+    starts, ends, first = _chunks(bounds)
+    rows = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(CHUNK)
+    return torch.where(rows < torch.tensor(ends)[:, None], rows, -1), first
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks(bounds: tuple[int, ...]) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """(first token of each chunk, end of its sequence, first chunk of each sequence plus the number of chunks).
+
+    Every stage asks for it, so it is kept: as numbers, because a tensor would carry its call's mode (inference, fake)
+    into the next.
+    """
+    starts, ends, first = [], [], [0]
+    for start, end in itertools.pairwise(bounds):
+        starts += range(start, end, CHUNK)
+        ends += [end] * (len(starts) - len(ends))
+        first.append(len(starts))
+    return starts, ends, tuple(first)
 
 
 def pack(x: torch.Tensor, p: KdaProblem, cu_seqlens) -> torch.Tensor:
@@ -224,10 +239,9 @@ def bwd_wy(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens):
 
 
 def _fold_tail(dg, p, cu_seqlens):
-    rows = chunk_table(p, cu_seqlens)[0]
-    for chunk, last in enumerate((rows >= 0).sum(-1).tolist()):
-        if last < CHUNK:
-            dg[chunk, :, last - 1] += dg[chunk, :, last:].sum(-2)
+    inside = (chunk_table(p, cu_seqlens)[0] >= 0).to(dg.device)
+    tail = torch.where(inside[:, None, :, None], 0, dg).sum(-2)
+    dg[torch.arange(p.NT, device=dg.device), :, inside.sum(-1) - 1] += tail
     return dg
 
 
