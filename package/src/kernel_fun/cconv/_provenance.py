@@ -15,4 +15,32 @@ class Shipped(NamedTuple):
     evidence: tuple[str, ...]  # what those rows say: case, mode, baseline, ratio and its interval
 
 
-SHIPPED: tuple[Shipped, ...] = ()
+SHIPPED: tuple[Shipped, ...] = (
+    Shipped(
+        module="k001_conv_strip",
+        idea="001-conv-strip",
+        spans=(
+            "fwd",
+            "bwd",
+        ),
+        source="ideas/001-conv-strip/kernel.py",
+        sha256="53d0556423cb99320e6a8f87c301de6035f9364e6674cb89d5ad42f913361472",
+        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
+        rows=(
+            "b09df259c1bd81f5",
+            "2e00ce4020142753",
+            "a00ef2ee44338be0",
+            "f36a9043336be0ab",
+            "a631f77634855e83",
+            "c73ba1a735539150",
+        ),
+        evidence=(
+            "prod8192_qk fwd on NVIDIA H200: 1.511x 000 (1.429 to 1.678), 0.279 ms",
+            "prod8192_qk bwd on NVIDIA H200: 4.802x 000 (4.735 to 5.194), 0.419 ms",
+            "prod8192_qk fwdbwd on NVIDIA H200: 3.540x 000 (3.413 to 3.823), 0.694 ms",
+            "prod8192_v fwd on NVIDIA H200: 1.516x 000 (1.440 to 1.642), 0.547 ms",
+            "prod8192_v bwd on NVIDIA H200: 4.915x 000 (4.887 to 5.240), 0.803 ms",
+            "prod8192_v fwdbwd on NVIDIA H200: 3.512x 000 (3.487 to 3.694), 1.347 ms",
+        ),
+    ),
+)

@@ -15,4 +15,69 @@ class Shipped(NamedTuple):
     evidence: tuple[str, ...]  # what those rows say: case, mode, baseline, ratio and its interval
 
 
-SHIPPED: tuple[Shipped, ...] = ()
+SHIPPED: tuple[Shipped, ...] = (
+    Shipped(
+        module="k009_bwd_grads_pair",
+        idea="009-bwd-grads-pair",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/009-bwd-grads-pair/kernel.py",
+        sha256="4537c06a0c25844b9e99be849c030f228682432981f623b77e5358b07448badb",
+        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
+        rows=(
+            "f58e92660ac52fdf",
+        ),
+        evidence=(
+            "prod8192_gate fwdbwd on NVIDIA H200: 1.701x 000 (1.700 to 1.762), 27.939 ms",
+        ),
+    ),
+    Shipped(
+        module="k008_bwd_scan",
+        idea="008-bwd-scan",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/008-bwd-scan/kernel.py",
+        sha256="0b6c7b8b65bb74976c3f4a50297d426be567e09a7dc11c4ab2e0ca515ca5c3fc",
+        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
+        rows=(
+            "7f5c4581172fd370",
+        ),
+        evidence=(
+            "prod8192_gate fwdbwd on NVIDIA H200: 1.085x 000 (1.085 to 1.120), 43.788 ms",
+        ),
+    ),
+    Shipped(
+        module="k007_fwd_scan",
+        idea="007-fwd-scan",
+        spans=(
+            "fwd.wy..fwd.out",
+        ),
+        source="ideas/007-fwd-scan/kernel.py",
+        sha256="4749496fc6a36dd0a092fe4ea3a6dcb3f5118b91b32b26d386007fd84d59a9e8",
+        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
+        rows=(
+            "2b8de45f0dfea19d",
+        ),
+        evidence=(
+            "prod8192_gate fwd on NVIDIA H200: 1.164x 000 (1.157 to 1.166), 8.289 ms",
+        ),
+    ),
+    Shipped(
+        module="k004_fwd_prep",
+        idea="004-fwd-prep",
+        spans=(
+            "fwd.norm..fwd.intra",
+        ),
+        source="ideas/004-fwd-prep/kernel.py",
+        sha256="1e7c85cf2bcbbceea859d7ec66f9cfa60b275953c59a1182dbbf8156f4f8cc47",
+        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
+        rows=(
+            "9063294e7ea21264",
+        ),
+        evidence=(
+            "prod8192_gate fwdbwd on NVIDIA H200: 1.044x 000 (1.042 to 1.077), 45.533 ms",
+        ),
+    ),
+)
