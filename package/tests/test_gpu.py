@@ -345,7 +345,8 @@ def test_compiled_with_dynamic_shapes(family):
     rest = {name: t for name, t in tensors.items() if name not in positional}
 
     def block(*inputs):
-        return operator(*(t * 1.0 for t in inputs), **rest, **more, **flags)[0] * 2.0
+        inputs = [t * 1.0 for t in inputs]
+        return operator(*inputs, **rest, **more, **flags)[0] * 2.0
 
     compiled = torch.compile(block, dynamic=True)
     for T in (256, 192):

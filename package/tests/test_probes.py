@@ -1,5 +1,6 @@
 """The command line and what its probes do, as far as a CPU shows it."""
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,16 @@ def test_versions_are_printed(capsys):
 
 
 @pytest.mark.parametrize("command", ["prodtime", "graphprobe"])
-def test_without_a_gpu_one_line_says_so(command, capsys, monkeypatch):
+def test_without_a_gpu_one_line_says_so_and_why(command, capsys, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update it.")
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
     assert __main__.main([command]) == 1
     assert capsys.readouterr().err == (
-        f"kernel_fun {command}: needs an NVIDIA GPU: fla, which it measures against, runs on nothing else\n"
+        f"kernel_fun {command}: needs an NVIDIA GPU: fla, which it measures against, runs on nothing else "
+        "(The NVIDIA driver on your system is too old (found version 12020).)\n"
     )
 
 
@@ -91,13 +97,31 @@ def test_prodtime_on_a_pretend_gpu(capsys, monkeypatch):
     small = {name: {"case": {**sizes, "T": 65}} for name, sizes in probes.SMALL.items()}
     monkeypatch.setattr(probes, "PRODUCTION", small)
     assert __main__.main(["prodtime", "--repeats", "1", "--batch", "1"]) == 0
-    title, _, *lines = capsys.readouterr().out.splitlines()
-    assert title == "pretend ; ms, median of 1"
+    title, what, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"pretend, kernel_fun {__version__}, python ")
+    assert what == "ms, median of 1; off is ours with KERNEL_FUN_DISABLE=1"
     assert [line.split()[:3] for line in lines] == [
         [family, "case", mode] for family in probes.SMALL for mode in ("fwd", "bwd", "fwdbwd")
     ]
     assert all(line.split()[3:7] == ["2.000", "2.000", "2.000", "1.000"] for line in lines)
     assert {*ran} == {("fla", False, True), ("ours", False, False), ("off", True, False)}
+
+
+def test_too_little_memory_is_one_line_with_the_way_out(capsys, monkeypatch):
+    def full(*works):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB.\nmore")
+
+    gpu = {"is_available": lambda: True, "get_device_name": lambda: "pretend",
+           "get_device_properties": lambda: SimpleNamespace(total_memory=16 << 30)}
+    for name, stand_in in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(probes.inputs, "__defaults__", ("cpu",))
+    monkeypatch.setattr(probes, "PRODUCTION", {"cconv": {"case": probes.SMALL["cconv"]}})
+    monkeypatch.setattr(probes, "_times", full)
+    assert __main__.main(["prodtime", "--family", "cconv"]) == 1
+    assert capsys.readouterr().err == (
+        "kernel_fun prodtime: case fwd needs more than this GPU's 16 GiB: try --batch 1\n"
+    )
 
 
 def test_arms_leave_the_process_as_it_was(monkeypatch):

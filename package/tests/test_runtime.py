@@ -10,6 +10,7 @@ import torch
 from small_inputs import conv, gradients, kda
 from torch.utils.checkpoint import checkpoint
 
+from kernel_fun._common import dispatch
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import chunk_kda, is_supported
 
@@ -92,20 +93,26 @@ def test_inference_mode():
 
 
 def test_threads_agree():
-    tensors, flags = kda(T=10, grad=False)
-    want = chunk_kda(**tensors, **flags)[0]
+    """Each thread begins with another shape, so that routes and chunk tables are made at the same time."""
+    calls = [(chunk_kda, kda(sequences=(n, 9), T=20, grad=False)) for n in (1, 5, 9)]
+    calls += [(causal_conv1d, conv(sequences=(n, 9), T=20)) for n in (1, 5, 9)]
+    want = [operator(**tensors, **flags)[0] for operator, (tensors, flags) in calls]
+    dispatch._routes.clear()
     results = []
 
-    def work():
-        for _ in range(5):
-            results.append(torch.equal(chunk_kda(**tensors, **flags)[0], want))
+    def work(first):
+        for n in range(first, first + len(calls)):
+            operator, (tensors, flags) = calls[n % len(calls)]
+            fresh = {name: t.clone() for name, t in flags.items()}
+            results.append(torch.equal(operator(**tensors, **fresh)[0], want[n % len(calls)]))
+            results.append(torch.equal(operator(**tensors, **flags)[0], want[n % len(calls)]))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [True] * 20
+    assert results == [True] * (2 * len(calls) ** 2)
 
 
 def run(code: str):

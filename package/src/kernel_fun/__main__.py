@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(**{name: value for name, value in vars(options).items() if name != "command"})
     except (RuntimeError, ValueError) as error:
-        print(f"kernel_fun {options.command}: {error}", file=sys.stderr)
+        print(f"kernel_fun {options.command}: {str(error).strip().partition(chr(10))[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -14,6 +14,7 @@ import sys
 
 import torch
 
+from . import versions
 from ._common import support
 
 ARMS = ("fla", "ours", "off")
@@ -92,8 +93,14 @@ def operator(family: str, arm: str):
 
 
 def _need_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise RuntimeError("needs an NVIDIA GPU: fla, which it measures against, runs on nothing else")
+    if torch.cuda.is_available():
+        return
+    why = "needs an NVIDIA GPU: fla, which it measures against, runs on nothing else"
+    try:
+        torch.cuda.init()  # says more than is_available: a driver that is too old, a GPU that is busy or lost
+    except (RuntimeError, AssertionError) as error:
+        why += f" ({str(error).strip().partition(chr(10))[0]})"
+    raise RuntimeError(why)
 
 
 # ------------------------------------------------------------------------------------------------------------ prodtime
@@ -102,14 +109,19 @@ def prodtime(family: str | None = None, batch: int | None = None, repeats: int =
     _need_gpu()
     if repeats < 1 or (batch is not None and batch < 1):
         raise ValueError(f"repeats={repeats}, batch={batch}: both must be at least 1")
-    print(torch.cuda.get_device_name(), "; ms, median of", repeats)
+    print(torch.cuda.get_device_name(), *(f"{name} {version}" for name, version in versions().items()), sep=", ")
+    print(f"ms, median of {repeats}; off is ours with KERNEL_FUN_DISABLE=1")
     print(f"{'family':8}{'case':16}{'mode':8}{'fla':>9}{'ours':>9}{'off':>9}{'fla/ours':>10}  kernels")
     for name in [family] if family else PRODUCTION:
         for case, sizes in PRODUCTION[name].items():
             tensors, flags = inputs(name, **{**sizes, "B": batch or sizes["B"]})
             _, what = importlib.import_module(f"kernel_fun.{name}").is_supported(**tensors, **flags)
             for mode in ("fwd", "bwd", "fwdbwd"):
-                ms = _times({arm: _work(name, arm, mode, tensors, flags) for arm in ARMS}, repeats)
+                try:
+                    ms = _times({arm: _work(name, arm, mode, tensors, flags) for arm in ARMS}, repeats)
+                except torch.OutOfMemoryError:
+                    has = torch.cuda.get_device_properties().total_memory >> 30
+                    raise RuntimeError(f"{case} {mode} needs more than this GPU's {has} GiB: try --batch 1") from None
                 cells = "".join(f"{ms[arm]:9.3f}" for arm in ARMS)
                 print(f"{name:8}{case:16}{mode:8}{cells}{ms['fla'] / ms['ours']:10.3f}  {what}", flush=True)
             del tensors, flags
@@ -214,6 +226,7 @@ def captured(family: str, arm: str, warm: bool) -> str:
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
     side, want = torch.cuda.Stream(), None
+    side.wait_stream(torch.cuda.current_stream())  # which made the inputs
     if warm:
         with torch.cuda.stream(side):
             want = [t.clone() for t in step()]
