@@ -62,7 +62,14 @@ def test_heads_are_flattened():
     assert y4.shape == (2, 20, 3, 2)
     assert torch.equal(y4.flatten(2), y)
     assert torch.equal(state, state4)
-    assert gradients((y4,), heads)["x"].shape == (2, 20, 3, 2)
+    for head in (y4.sum(), y4.transpose(1, 3).sum()):  # dy with stride 0, and by another path
+        a = torch.autograd.grad(head, heads["x"], retain_graph=True)[0]
+        b = torch.autograd.grad(y.sum(), tensors["x"], retain_graph=True)[0]
+        assert a.shape == (2, 20, 3, 2)
+        assert torch.equal(a.flatten(2), b)
+    sliced = torch.randn(2, 20, 3, 5, dtype=torch.float64)
+    sliced[..., :2] = tensors["x"].detach().view(2, 20, 3, 2)
+    assert torch.equal(causal_conv1d(sliced[..., :2], tensors["weight"])[0], y4)
 
 
 def test_any_strides_of_x_and_dy():
@@ -84,6 +91,44 @@ def test_any_strides_of_x_and_dy():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
 def test_half_and_single_precision(dtype, tolerance):
     check(*with_activation(conv(dtype=dtype, bias=True, residual=True, h0=True), "silu"), tolerance)
+
+
+def test_each_gradient_has_its_inputs_dtype():
+    """fp16 x with a weight, a bias, a residual and a state in other types: y and the state are fp16 all the same."""
+    dtypes = {"x": torch.float16, "weight": torch.float32, "bias": torch.bfloat16, "residual": torch.float32,
+              "initial_state": torch.float32}
+    tensors, flags = conv(bias=True, residual=True, h0=True)
+    tensors = {name: t.detach().to(dtypes[name]).requires_grad_() for name, t in tensors.items()}
+    y, state = causal_conv1d(**tensors, **flags, activation="silu", output_final_state=True)
+    assert (y.dtype, state.dtype) == (torch.float16, torch.float16)
+    want = conv_definition(**tensors, **flags, activation="silu")
+    got, expected = gradients((y, state), tensors), gradients(want, tensors)
+    for name, grad in got.items():
+        assert grad.dtype == dtypes[name]
+        assert rms(grad, expected[name]) < 1e-2, name
+
+
+def test_sums_over_time_are_fp32():
+    """4,096 tokens of 1 in fp16: a sum in fp16 would stop at 2,048."""
+    x = torch.ones(1, 4096, 2, dtype=torch.float16, requires_grad=True)
+    weight, bias = torch.ones(2, 4, requires_grad=True), torch.ones(2, requires_grad=True)
+    y, _ = causal_conv1d(x, weight, bias)
+    dw, db = torch.autograd.grad(y, (weight, bias), torch.ones_like(y))
+    assert dw[0].tolist() == [4093, 4094, 4095, 4096]
+    assert db.tolist() == [4096, 4096]
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("h0", [False, True])
+def test_the_final_state_is_the_last_W_inputs(T, h0):
+    """All of x where there are so many, and the initial state's or zeros before it; changing it changes no input."""
+    tensors, flags = conv(T=T, h0=h0)
+    _, state = causal_conv1d(**tensors, **flags, output_final_state=True)
+    before = tensors["initial_state"] if h0 else torch.zeros(2, 6, 4, dtype=torch.float64)
+    assert torch.equal(state, torch.cat([before, tensors["x"].mT], -1)[..., -4:])
+    kept = {name: t.detach().clone() for name, t in tensors.items()}
+    state.detach().zero_()
+    assert all(torch.equal(kept[name], t) for name, t in tensors.items())
 
 
 def test_only_the_final_state_is_differentiated():
