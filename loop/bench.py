@@ -112,7 +112,7 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
         if device == "cpu":
             _blocks(run, alive, base, blocks, _cpu_sample, progress)
             return
-        _capture(run, alive)
+        _capture(run, alive, case)
         _heat()
         with torch.cuda.stream(_stream()):
             _blocks(run, alive, base, blocks, _gpu_sample, progress)
@@ -191,8 +191,14 @@ def _eager(lane: Lane) -> Callable[[], None]:
     return unit
 
 
-def _capture(run: Run, lanes: list[Lane]) -> None:
-    """One graph per lane over all input sets, in one memory pool; all lanes stay eager when one cannot be captured."""
+def _capture(run: Run, lanes: list[Lane], case) -> None:
+    """One graph per lane over all input sets, in one memory pool; all lanes stay eager when one cannot be captured.
+
+    Packed cases stay eager: a graph would freeze their chunk tables, so the package sends a captured call to fla.
+    """
+    if case.lengths:
+        run.timer, run.timer_note = "eager", "packed sequences: a graph would freeze their chunk tables"
+        return
     pool, outside, graphs = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(), []
     for lane in lanes:
         graph = torch.cuda.CUDAGraph()
@@ -203,7 +209,8 @@ def _capture(run: Run, lanes: list[Lane]) -> None:
             run.timer, run.timer_note = "eager", f"{lane.arm.name} cannot be captured: {one_line(err)}"
             del graph
             graphs.clear()
-            torch.cuda.set_stream(outside)  # a capture that fails leaves its own stream in place
+            torch.cuda.set_stream(outside)  # a capture that fails leaves its own stream in place,
+            _reset_generator()  # and the default generator in the belief that it is being captured
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return
@@ -213,6 +220,12 @@ def _capture(run: Run, lanes: list[Lane]) -> None:
         for lane, graph in zip(lanes, graphs, strict=True):
             graph.replay()
             lane.unit, (lane.unit_s, lane.host_s) = graph.replay, _estimate(graph.replay)
+
+
+def _reset_generator() -> None:
+    torch.cuda.init()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(device="cuda").graphsafe_get_state())
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

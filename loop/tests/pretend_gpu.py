@@ -33,7 +33,7 @@ class PretendGpu:
     def __init__(self):
         self.capturing, self.refuse, self.current = False, "", Stream()
         self.captures, self.replays, self.sleeps = 0, 0, []
-        self.bodies = []
+        self.bodies, self.generator_resets = [], 0
         gpu = self
 
         class CUDAGraph:
@@ -59,6 +59,9 @@ class PretendGpu:
         self.current = before
         self.captures += 1
         graph.body = self.bodies.pop(0)
+
+    def reset_generator(self):
+        self.generator_resets += 1
 
     def names(self) -> dict:
         """torch.cuda's names that loop.bench, loop.calls and loop.lanes use."""
