@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import support
 from .problem import CHUNK
 
 
@@ -50,6 +51,23 @@ def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = Non
     if None not in stamp:
         _cache[cu_seqlens] = (stamp, packed)
     return packed
+
+
+def of_call(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> Packed | str:
+    """The tables of a call whose first tensor is `x` [B, T, ...], by the name `name`, or the reason to go to fla.
+    ValueError for what is wrong on either path.
+    """
+    B, T = x.shape[:2]
+    if B != 1:
+        raise ValueError(f"{name} has B={B}: with cu_seqlens the sequences are packed along T of one row, B=1")
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, {name} on {x.device}: they must be on one device")
+    if support.capturing(x):
+        return "cu_seqlens under CUDA graph capture (its chunk tables would be frozen into the graph)"
+    found = describe(cu_seqlens, cu_seqlens_cpu)
+    if found.total > T:
+        raise ValueError(f"cu_seqlens ends at {found.total}, but {name} has T={T} tokens")
+    return found if found.starts_at_zero else "cu_seqlens does not start at 0"
 
 
 def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:

@@ -133,7 +133,7 @@ def decide(a: dict) -> Call | str:
         return reason
     pack = None
     if cu_seqlens is not None:
-        pack = _pack(x, cu_seqlens, a["cu_seqlens_cpu"])
+        pack = packed.of_call("x", x, cu_seqlens, a["cu_seqlens_cpu"])
         if isinstance(pack, str):
             return pack
     p, tensors = _describe(a, pack)
@@ -158,19 +158,6 @@ def _fla_features(a: dict) -> str:
             raise ValueError(f"backend={backend!r}: accepted are 'triton', 'cuda' and 'mix'")
         return f"backend={backend!r}"
     return f"argument {next(iter(a['kwargs']))!r} is not known here" if a["kwargs"] else ""
-
-
-def _pack(x, cu_seqlens, cu_seqlens_cpu):
-    if x.shape[0] != 1:
-        raise ValueError(f"x has B={x.shape[0]}: with cu_seqlens the sequences are packed along T of one row, B=1")
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, x on {x.device}: they must be on one device")
-    if support.capturing(x):
-        return "cu_seqlens under CUDA graph capture (its chunk tables would be frozen into the graph)"
-    pack = packed.describe(cu_seqlens, cu_seqlens_cpu)
-    if pack.total > x.shape[1]:
-        raise ValueError(f"cu_seqlens ends at {pack.total}, but x has T={x.shape[1]} tokens")
-    return pack if pack.starts_at_zero else "cu_seqlens does not start at 0"
 
 
 def _describe(a: dict, pack) -> tuple[ConvProblem, tuple]:
