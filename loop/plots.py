@@ -98,6 +98,25 @@ def stages(family: str, p, spans: Sequence[str], title: str) -> Picture:
     )
 
 
+def stacked(plot: dict) -> Picture:
+    """Stacked bars of a stage budget, as `loop.budget.plots` lays it out: chains above, floors below."""
+    figure = Figure(figsize=(9, 0.9 + 0.5 * len(plot["bars"])))
+    axes = figure.subplots()
+    for y, bar in enumerate(plot["bars"]):
+        left = 0.0
+        for number, part in enumerate(bar["parts"]):
+            axes.barh(y, part["ms"], left=left, height=0.6, color=OURS if number % 2 else SOFT)
+            if part["width"] > 9:  # percent: what has room for its name
+                axes.text(left + part["ms"] / 2, y, part["name"].split(" by ")[0], ha="center", va="center", fontsize=7)
+            left += part["ms"]
+        axes.text(left, y, f" {bar['ms']:.3g} ms", va="center", fontsize=8)
+    axes.set_yticks(range(len(plot["bars"])), [bar["label"] for bar in plot["bars"]], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="ms", title=plot["title"])
+    return Picture(figure, plot["alt"])
+
+
 def against_floor(entries: Sequence[dict], title: str = "Time against the floor") -> Picture:
     """One point per leaderboard entry: its floor across, its time up, both in ms on log axes."""
     figure = Figure(figsize=(7, 5))

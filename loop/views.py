@@ -14,7 +14,7 @@ from markupsafe import Markup
 from loop import board, registry, rows
 from loop.promote import profiles, section
 
-RATIO_RANGE = (0.5, 4.0)  # of the plotted ratio axis, logarithmic; what lies outside is drawn at its end
+RATIO_RANGE = (0.5, 8.0)  # of the plotted ratio axis, logarithmic; what lies outside is drawn at its end
 HISTORY = 24  # runs shown of one measurement
 _markdown = mistune.create_markdown(escape=True, plugins=["table"])
 
@@ -103,7 +103,9 @@ def _history(runs: list[rows.Row]) -> dict:
         points.append(point)
     said = ", ".join(f"{r.perf.ratio:.3f}" if r.perf else r.status for r in runs)
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    return {"points": points, "alt": f"Ratio over {count}, oldest first: {said}", "one": 100 - position(1.0)}
+    newest = f"{runs[-1].perf.ratio:.3f}" if runs[-1].perf else runs[-1].status
+    alt = f"Ratio over {count}, oldest first: {said}"
+    return {"points": points, "newest": newest, "alt": alt, "one": 100 - position(1.0)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- ideas
@@ -121,7 +123,10 @@ def idea(one: registry.Idea, found: Sequence[rows.Row]) -> dict:
         "parent": parent(front), "hypothesis": markdown(hypothesis), "outcome": markdown(outcome),
         "predicted": markdown(prediction(hypothesis)), "measured": [_entry(board.entry(r)) for r in newest],
         "verdicts": {row.row_id: row.verdict for row in newest}, "errors": errors(mine),
-        "history": [(" · ".join(map(str, key[2:])), h) for key, h in sorted(histories(mine).items(), key=str)],
+        "history": [
+            (f"{case} · {mode} against {baseline} · {device}", h)
+            for (_, _, case, mode, baseline, device), h in sorted(histories(mine).items(), key=str)
+        ],
         "diff": difference(one, parent(front)), "failures": board.failures(mine),
         "profiles": [(p.stem, markdown(p.read_text(encoding="utf-8"))) for p in profiles(one)],
     }  # fmt: skip

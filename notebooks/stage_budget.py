@@ -35,3 +35,12 @@ tables.Table(
 
 # %%
 plots.stages(family, problem, (), f"{case}: floor of every stage by itself")
+
+# %% [markdown]
+# What the stages take, where that has been recorded (`./ladder stages` on a GPU): fla's chain and the shipped one as
+# stacked bars over the floors. A family without a recording shows its floors alone.
+
+# %%
+from loop import budget
+
+tables.Stack(*(plots.stacked(plot) for plot in budget.plots()))
