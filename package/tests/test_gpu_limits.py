@@ -2,8 +2,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_calls import need_kernels
 from small_inputs import conv_definition, gradients, rms
-from test_gpu import need_kernels
 
 from kernel_fun import cconv
 

@@ -1,0 +1,42 @@
+"""Calls that a GPU's tests share, large enough for the kernels, and the names of what those launch."""
+import pytest
+import torch
+from small_inputs import conv, kda
+
+from kernel_fun._common import promoted
+
+# name -> arguments of inputs.kda and flags of the call
+KDA = {
+    "log": ({}, {}),
+    "production": ({"gate": "softplus", "V": 256}, {"use_qk_l2norm_in_kernel": True}),
+    "kimi": ({"gate": "safe"}, {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}),
+    "gva_state": ({"HV": 8, "h0": True}, {}),
+    "ragged": ({"T": 300, "h0": True}, {}),
+    "packed": ({"sequences": (130, 1, 64, 200), "T": 420, "h0": True}, {}),
+    "state_v_first": ({"gate": "softplus"}, {"state_v_first": True, "use_qk_l2norm_in_kernel": True}),
+}
+
+
+def kda_call(name):
+    made, flags = KDA[name]
+    shape = {"B": 2, "T": 256, "H": 4, "K": 128, "V": 128}
+    tensors, more = kda(**{**shape, "dtype": torch.bfloat16, "device": "cuda", **made})
+    return tensors, {**more, **flags}
+
+
+def conv_call(**made):
+    return conv(**{"B": 2, "T": 700, "D": 512, "dtype": torch.bfloat16, "device": "cuda", **made})
+
+
+def need_kernels(family):
+    if not any(module is not None for _, module, _ in promoted.modules(f"kernel_fun.{family}")):
+        pytest.skip(f"no promoted {family} kernel that imports here")
+
+
+def triton_names(family):
+    """Names of all Triton kernels in the promoted modules of a family."""
+    from triton.runtime.jit import JITFunction
+
+    modules = [module for _, module, _ in promoted.modules(f"kernel_fun.{family}") if module is not None]
+    functions = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
+    return {f.fn.__name__ for f in functions}

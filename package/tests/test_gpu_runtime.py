@@ -1,0 +1,164 @@
+"""On the GPU: runs repeat to the bit, are captured, keep nothing, work on any device and stream, and compile."""
+import importlib
+
+import pytest
+import torch
+from gpu_calls import conv_call, kda_call, need_kernels
+from small_inputs import gradients, rms
+
+from kernel_fun import cconv
+from kernel_fun import kda as ours
+from kernel_fun._common import support
+
+pytestmark = pytest.mark.gpu
+
+FAMILIES = {
+    "kda": (lambda: kda_call("production"), ours.chunk_kda, {}),
+    "cconv": (conv_call, cconv.causal_conv1d, {"activation": "silu"}),
+}
+
+
+def made(family):
+    need_kernels(family)
+    make, operator, flags = FAMILIES[family]
+    tensors, more = make()
+    ok, what = importlib.import_module(f"kernel_fun.{family}").is_supported(**tensors, **more, **flags)
+    assert ok, what
+    return tensors, lambda: operator(**tensors, **more, **flags)
+
+
+def bits(call, tensors):
+    outputs = call()
+    return [outputs[0].detach().clone(), *gradients(outputs, tensors).values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_repeat_to_the_bit_also_on_a_side_stream(family):
+    tensors, call = made(family)
+    first = bits(call, tensors)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            again = bits(call, tensors)
+        stream.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_call_is_captured_and_replays_to_the_bit(family):
+    tensors, call = made(family)
+    want = bits(call, tensors)
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    incoming = torch.ones_like(want[0])
+
+    def step():
+        out = call()[0]
+        return [out, *torch.autograd.grad(out, leaves, incoming)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        eager = [t.clone() for t in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cold_call_under_capture_is_declined(family, monkeypatch):
+    make, _, flags = FAMILIES[family]
+    need_kernels(family)
+    tensors, more = make()
+    monkeypatch.setattr(support, "capturing", lambda x: True)
+    ok, reason = importlib.import_module(f"kernel_fun.{family}").is_supported(**tensors, **more, **flags)
+    assert not ok
+    assert reason == "CUDA graph capture of a call whose fwd and bwd has not run yet"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_kept_between_calls(family):
+    tensors, call = made(family)
+    bits(call, tensors)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(8):
+        bits(call, tensors)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_memory_is_at_most_flas(family, monkeypatch):
+    tensors, call = made(family)
+
+    def peak():
+        bits(call, tensors)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        bits(call, tensors)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    mine = peak()
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+    assert mine <= peak() + (1 << 20)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_calls_share_no_memory(family):
+    _, call = made(family)
+    first = call()[0]
+    kept = first.detach().clone()
+    second = call()[0]
+    second.detach().zero_()
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_gpu_than_the_current_one(family):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    tensors, call = made(family)
+    want = bits(call, tensors)
+    make, operator, flags = FAMILIES[family]
+    _, more = make()
+    elsewhere = {name: t.detach().to("cuda:1").requires_grad_() for name, t in tensors.items()}
+    got = bits(lambda: operator(**elsewhere, **more, **flags), elsewhere)
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_with_dynamic_shapes(family):
+    make, operator, flags = FAMILIES[family]
+    need_kernels(family)
+    tensors, more = make()
+    positional = {"kda": ("q", "k", "v", "g", "beta"), "cconv": ("x",)}[family]
+    rest = {name: t for name, t in tensors.items() if name not in positional}
+
+    def block(*inputs):
+        inputs = [t * 1.0 for t in inputs]
+        return operator(*inputs, **rest, **more, **flags)[0] * 2.0
+
+    compiled = torch.compile(block, dynamic=True)
+    for T in (256, 192):
+        inputs = [tensors[name][:, :T].detach().requires_grad_() for name in positional]
+        got, want = compiled(*inputs), block(*inputs)
+        assert torch.equal(got, want)
+        for a, b in zip(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True):
+            assert rms(a, b) < 1e-6
+
+
+def test_warmup_compiles_and_says_how_long():
+    need_kernels("kda")
+    need_kernels("cconv")
+    flags = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    assert ours.warmup(T=512, V=256, dtype=torch.bfloat16, **flags) > 0
+    assert cconv.warmup(B=2, T=512, D=(512, 1024)) > 0
+    with pytest.raises(RuntimeError, match="warmup compiled nothing: chunk_size=32"):
+        ours.warmup(chunk_size=32)
