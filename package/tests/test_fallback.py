@@ -248,6 +248,16 @@ def test_routes_are_bounded(monkeypatch):
         assert len(dispatch._routes) <= 3
 
 
+@pytest.mark.parametrize(("capability", "reason"), [
+    ((9, 0), ""),
+    ((10, 3), ""),
+    ((8, 9), "a GPU of compute capability 8.9: kernels are for 9.0 (Hopper) and later"),
+])
+def test_older_gpus_are_named(monkeypatch, capability, reason):
+    monkeypatch.setattr(support, "_capability", lambda index: capability)
+    assert support.device_reason(Elsewhere) == reason
+
+
 def test_other_devices_are_named():
     tensors, flags = kda(grad=False, device="meta")
     ok, reason = is_supported(**tensors, **flags)

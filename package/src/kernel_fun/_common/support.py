@@ -77,9 +77,12 @@ def arch_of(x: torch.Tensor) -> tuple[int, int]:
 
 def device_reason(x: torch.Tensor) -> str:
     """Why this package cannot run on the device of `x` at all, or ""."""
-    if x.is_cpu or (x.is_cuda and not torch.version.hip):
+    if x.is_cpu:
         return ""
-    return f"device {x.device.type!r}{' (AMD)' if x.is_cuda else ''}: kernels are for NVIDIA GPUs"
+    if not x.is_cuda or torch.version.hip:
+        return f"device {x.device.type!r}{' (AMD)' if x.is_cuda else ''}: kernels are for NVIDIA GPUs"
+    major, minor = arch_of(x)
+    return "" if major >= 9 else f"a GPU of compute capability {major}.{minor}: kernels are for 9.0 (Hopper) and later"
 
 
 def device_guard(x: torch.Tensor):
