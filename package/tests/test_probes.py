@@ -1,4 +1,5 @@
 """The command line and what its probes do, as far as a CPU shows it."""
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from kernel_fun import __main__, __version__, probes, versions
-from kernel_fun._common import support
+from kernel_fun._common import promoted, support
 
 
 def test_versions_are_printed(capsys):
@@ -15,6 +16,21 @@ def test_versions_are_printed(capsys):
     assert printed == versions()
     assert printed["kernel_fun"] == __version__
     assert {"python", "torch", "cuda", "triton", "fla-core", "nvidia-cutlass-dsl"} < {*printed}
+
+
+def test_kernels_are_printed_with_their_evidence(capsys, monkeypatch):
+    shipped = {name: importlib.import_module(f"kernel_fun.{name}._provenance").SHIPPED for name in ("kda", "cconv")}
+    monkeypatch.setattr(promoted, "modules", lambda package: tuple(
+        (entry.module, None, "no CuTe DSL") for entry in shipped[package.rpartition(".")[2]][:1]
+    ))
+    assert __main__.main(["kernels"]) == 0
+    got = capsys.readouterr().out.splitlines()
+    want = []
+    for family, entries in shipped.items():
+        for n, entry in enumerate(entries):
+            want += [" ".join([family, entry.module, *entry.spans]), *(f"    {line}" for line in entry.evidence)]
+            want += ["    not usable here: no CuTe DSL"] * (n == 0)
+    assert got == want
 
 
 @pytest.mark.parametrize("command", ["prodtime", "graphprobe"])

@@ -112,6 +112,8 @@ def test_a_kernel_that_does_not_import_is_a_reason(family_with_a_kernel, source,
 
 # -------------------------------------------------------------------------------------------------------- the CuTe DSL
 BASE, CU12, CU13 = "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13"
+FOR_12 = "pip install 'nvidia-cutlass-dsl>=4.8.1'"
+FOR_13 = "pip install 'nvidia-cutlass-dsl[cu13]>=4.8.1'"
 HERE = {BASE: "4.8.1", CU12: "4.8.1", CU13: "4.8.1"}
 WITHOUT_13 = {BASE: "4.8.1", CU12: "4.8.1"}
 WITHOUT_12 = {BASE: "4.8.1", CU13: "4.8.1"}
@@ -137,14 +139,14 @@ def machine(monkeypatch, installed, cuda, driver):
     (WITHOUT_13, "12.8", 12090, ""),
     (WITHOUT_13, None, 0, ""),
     ({BASE: "4.9.0.dev1"}, "13.0", 13000, ""),
-    ({}, "13.0", 13000, "the CuTe DSL is not installed: kernel-fun[cu13] brings it"),
-    ({}, "12.8", 12090, "the CuTe DSL is not installed: kernel-fun[cu12] brings it"),
+    ({}, "13.0", 13000, "the CuTe DSL is not installed: " + FOR_13),
+    ({}, "12.8", 12090, "the CuTe DSL is not installed: " + FOR_12),
     ({**HERE, BASE: "4.3.0"}, "13.0", 13000,
-     "the CuTe DSL is 4.3.0, kernels need 4.8.1 or later: kernel-fun[cu13] brings it"),
+     "the CuTe DSL is 4.3.0, kernels need 4.8.1 or later: " + FOR_13),
     (WITHOUT_13, "13.0", 13000,
-     "the CuTe DSL is the build for CUDA 12, torch is for CUDA 13: kernel-fun[cu13] brings that one"),
+     "the CuTe DSL is the build for CUDA 12, torch is for CUDA 13: " + FOR_13),
     (WITHOUT_12, "12.8", 13000,
-     "the CuTe DSL is the build for CUDA 13, torch is for CUDA 12: kernel-fun[cu12] brings that one"),
+     "the CuTe DSL is the build for CUDA 13, torch is for CUDA 12: " + FOR_12),
     (HERE, "12.6", 12060, "the NVIDIA driver supports CUDA 12.6, the CuTe DSL needs one for CUDA 12.9 or later"),
     (HERE, "13.0", 12080, "the NVIDIA driver supports CUDA 12.8, the CuTe DSL needs one for CUDA 13.0 or later"),
 ])

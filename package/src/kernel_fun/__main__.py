@@ -1,12 +1,31 @@
-"""`python -m kernel_fun versions | prodtime | graphprobe`: what is installed here, how fast it is, how it compiles."""
+"""`python -m kernel_fun versions | kernels | prodtime | graphprobe`: what is installed here, how fast it is, how it
+compiles.
+"""
 import argparse
+import importlib
 import sys
+
+
+def kernels() -> None:
+    """Print every kernel of this copy: the stages it stands for, what it was promoted on, whether it can run here."""
+    from ._common import promoted
+
+    for family in ("kda", "cconv"):
+        package = f"{__package__}.{family}"
+        unusable = {name: why for name, module, why in promoted.modules(package) if module is None}
+        for entry in importlib.import_module(f"{package}._provenance").SHIPPED:
+            print(family, entry.module, *entry.spans)
+            for line in entry.evidence:
+                print("   ", line)
+            if entry.module in unusable:
+                print("    not usable here:", unusable[entry.module])
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernel_fun", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("versions", help="print the versions of everything that decides which kernels run")
+    commands.add_parser("kernels", help="print the kernels of this copy and what each was promoted on")
     timing = commands.add_parser("prodtime", help="time the installed copy at production shapes, next to fla")
     timing.add_argument("--family", choices=("kda", "cconv"), help="only this operator (default: both)")
     timing.add_argument("--batch", type=int, help="batch size in place of the production one, for a smaller GPU")
@@ -19,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
 
         for name, version in versions().items():
             print(name, version)
+        return 0
+    if options.command == "kernels":
+        kernels()
         return 0
     from . import probes
 

@@ -16,16 +16,17 @@ def reason() -> str:
     """Why kernels in the CuTe DSL cannot run in this process, or ""."""
     base = _version("nvidia-cutlass-dsl")
     cuda = int((torch.version.cuda or "0").partition(".")[0])  # 0: a torch for CPUs, where kernels are compiled only
-    extra = f"kernel-fun[cu{cuda or 13}]"
+    oldest = ".".join(map(str, OLDEST))
+    wanted = f"pip install 'nvidia-cutlass-dsl{'' if cuda == 12 else '[cu13]'}>={oldest}'"
     if base is None:
-        return f"the CuTe DSL is not installed: {extra} brings it"
+        return f"the CuTe DSL is not installed: {wanted}"
     if _numbers(base) < OLDEST:
-        return f"the CuTe DSL is {base}, kernels need {'.'.join(map(str, OLDEST))} or later: {extra} brings it"
+        return f"the CuTe DSL is {base}, kernels need {oldest} or later: {wanted}"
     built_for = [major for major, package in _BUILDS.items() if _version(package) is not None]
     if not cuda or not built_for:  # built from source there is one build, under no name of its own
         return ""
     if cuda not in built_for:
-        return f"the CuTe DSL is the build for CUDA {built_for[0]}, torch is for CUDA {cuda}: {extra} brings that one"
+        return f"the CuTe DSL is the build for CUDA {built_for[0]}, torch is for CUDA {cuda}: {wanted}"
     driver = _driver()
     if driver and driver < OLDEST_DRIVER[cuda]:
         has, needs = (".".join(map(str, version)) for version in (driver, OLDEST_DRIVER[cuda]))
