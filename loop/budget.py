@@ -1,21 +1,16 @@
 """The stage budget: what each stage of a pass takes in fla's chain and in the shipped one, against its floor.
 
-`measure` asks torch's profiler, so its times are a reading of where time goes and no evidence for a verdict: they are
-kept in profiles/ as JSON, apart from the rows. `plots` lays them out as stacked bars for the page.
+`measure` keeps what the profiler says (`loop.steps`) in profiles/ as JSON, apart from the rows. `plots` lays
+them out as stacked bars for the page.
 """
 
-import dataclasses
-import importlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
-from loop import arms, calls, cases, contract, env, inputs, registry, rows
+from loop import arms, cases, contract, env, inputs, registry, rows, steps
 from loop.promote import replace
 
-CALLS = 5
 CHAINS = {"000": False, "ship": True}  # arm -> with the shipped kernels
 H200 = (9, 0)
 
@@ -31,56 +26,12 @@ def measure(family: str, case_id: str, out: Path | None = None) -> Path:
     cases.require_device(case, device)
     given = inputs.make(case, 0, device)
     facts = {"family": family, "case": case.id, "device": env.device_name(), "utc": rows.utc_now()}
-    found = facts | {"versions": env.versions(), "arms": {name: _steps(family, case, given, name) for name in CHAINS}}
+    measured = {name: steps.times(family, case, given, shipped=shipped) for name, shipped in CHAINS.items()}
+    found = facts | {"versions": env.versions(), "arms": measured}
     folder = out or registry.root() / ("profiles" if device == "cuda" else "out/profiles")
     path = folder / f"stages-{family}-{case.id}.json"
     replace(path, (json.dumps(found, indent=1) + "\n").encode())
     return path
-
-
-def _steps(family: str, case, given, name: str) -> list[dict]:
-    """Every step of one chain, in order: its span, what runs it, and ms per call."""
-    chain, base = importlib.import_module(f"kernel_fun.{family}.chain"), "fla" if arms.on_gpu() else "reference"
-    plan = chain.make_plan(case.problem(arms.arch()), base=base, shipped=CHAINS[name])
-    marked = {
-        side: tuple(dataclasses.replace(s, fn=_marked(s)) for s in getattr(plan, side))
-        for side in ("forward", "backward")
-    }
-    run = arms.plan_runner(family, lambda p: dataclasses.replace(plan, **marked))
-    call = calls.make(dataclasses.replace(arms.make(family, "000"), run=run), given, "fwdbwd")
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if arms.on_gpu():
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    call()
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
-        for _ in range(CALLS):
-            call()
-        if arms.on_gpu():
-            torch.cuda.synchronize()
-    total: dict[str, float] = {}
-    for e in profile.key_averages():
-        if e.device_type == torch.autograd.DeviceType.CPU:
-            total[e.key] = e.device_time_total if arms.on_gpu() else e.cpu_time_total
-    return [
-        {"span": _span(s), "source": s.source, "ms": total.get(_mark(s), 0.0) / CALLS / 1e3}
-        for s in (*plan.forward, *plan.backward)
-    ]
-
-
-def _span(step) -> str:
-    return step.span[0] if len(step.span) == 1 else f"{step.span[0]}..{step.span[-1]}"
-
-
-def _mark(step) -> str:
-    return f"stage {_span(step)}"
-
-
-def _marked(step):
-    def run(**tensors):
-        with torch.profiler.record_function(_mark(step)):
-            return step.fn(**tensors)
-
-    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------- plots
@@ -147,9 +98,9 @@ def _table(measured: dict, floors: list[tuple[str, float]]) -> list[dict]:
     """One line a stage: its floor, and in each chain its time, or the span that has it."""
     columns: dict[str, dict[str, str]] = {}
     order = [name for name, _ in floors]
-    for arm, steps in measured.items():
+    for arm, listed in measured.items():
         columns[arm] = {}
-        for step in steps:
+        for step in listed:
             first, _, last = step["span"].partition("..")
             covered = order[order.index(first) : order.index(last or first) + 1]
             columns[arm] |= dict.fromkeys(covered, f"in {step['span']}") | {first: f"{step['ms']:.3f}"}

@@ -98,6 +98,26 @@ def stages(family: str, p, spans: Sequence[str], title: str) -> Picture:
     )
 
 
+def kernels(tables: dict[str, dict[str, tuple[float, int]]], title: str, most: int = 12) -> Picture:
+    """The slowest kernels of each arm, ms per call, one panel an arm on one scale."""
+    figure = Figure(figsize=(9, 1.2 + 0.3 * sum(min(len(t), most) + 2 for t in tables.values())))
+    panels = figure.subplots(len(tables), 1, sharex=True, squeeze=False)[:, 0]
+    said = []
+    for axes, (arm, found) in zip(panels, tables.items(), strict=True):
+        shown = list(found.items())[:most]
+        axes.barh(range(len(shown)), [ms for _, (ms, _) in shown], color=SOFT if arm == "000" else OURS)
+        axes.set_yticks(range(len(shown)), [f"{name[:48]} ×{count}" for name, (_, count) in shown], fontsize=7)
+        axes.invert_yaxis()
+        total = sum(ms for ms, _ in found.values())
+        axes.set_title(f"{arm}: {total:.3f} ms in {len(found)} kernels", fontsize=9, loc="left")
+        slowest = f", the slowest {shown[0][0][:60]}" if shown else ""
+        said.append(f"{arm} {total:.3f} ms{slowest}")
+    panels[-1].set_xlabel("ms per call")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    return Picture(figure, f"{title}: {'; '.join(said)}")
+
+
 def stacked(plot: dict) -> Picture:
     """Stacked bars of a stage budget, as `loop.budget.plots` lays it out: chains above, floors below."""
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(plot["bars"])))

@@ -1,8 +1,8 @@
-"""Where an arm's time goes: the kernels of one forward and backward, and what the compiler gave each of an idea's
-kernels.
+"""Where an arm's time goes: its spans against fla's stages and the ceilings, the kernels of one forward and backward,
+and what the compiler gave each of an idea's kernels.
 
-Writes a markdown file under profiles/ with an empty "Reading" for the person who looks at it: a promotion wants to
-know what bounds the kernel and what that explains.
+Writes a markdown file and a plot under profiles/, with an empty "Reading" for the person who looks at it: a promotion
+wants to know what bounds the kernel and what that explains.
 """
 
 import types
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from loop import arms, calls, cases, env, inputs, registry, rows
+from loop import arms, calls, cases, contract, env, inputs, ncu, plots, registry, rows, steps
 from loop.promote import replace
 from loop.registry import root
 
@@ -38,10 +38,42 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     tables = {
         name: kernel_times(a, given, mode) for name, a in ((idea.name, arm), ("000", arms.make(idea.family, "000")))
     }
+    module = registry.load(idea.id)
+    reached = spans(case, module, steps.times(idea.family, case, given, ideas=(module,)),
+                    steps.times(idea.family, case, given))  # fmt: skip
+    counters = ncu.read(idea.id, case.id, mode)
     path = (out or root() / "profiles") / f"{idea.name}-{case.id}.md"
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
-    replace(path, text(idea, case, mode, tables, resources(registry.load(idea.id)), kept).encode())
+    picture = plots.kernels(tables, f"{idea.name} on {case.id}, {mode}")
+    replace(path.with_suffix(".svg"), picture.svg.encode())
+    shown = f"![{picture.alt}]({path.stem}.svg)"
+    replace(path, text(idea, case, mode, tables, resources(module), kept, reached, counters, shown).encode())
     return path
+
+
+def spans(case, module: types.ModuleType, mine: list[dict], fla: list[dict]) -> list[dict]:
+    """Each span of the idea: its time and that of fla's stages, its least bytes and its products, and which share of
+    the ceilings it reaches with them."""
+    p, found = case.problem(arms.arch()), []
+    for span in module.SPANS:
+        names = contract.parse_span(case.family, span)
+        floor = contract.span_floor(case.family, names, p)
+        for who, listed in ((f"{module.__name__[5:8]} {span}", mine), (f"fla {span}", fla)):
+            ms = sum(s["ms"] for s in listed if set(contract.parse_span(case.family, s["span"])) <= set(names))
+            if ms:
+                hbm = floor.bytes / ms / 1e-3 / contract.HBM_BYTES_PER_S
+                tensor = floor.flops / ms / 1e-3 / contract.TENSOR_FLOPS_PER_S
+                found.append(
+                    {"span": who, "ms": f"{ms:.3f}",
+                     "GB": f"{floor.bytes / 1e9:.3f}", "of the copy rate": _percent(hbm),
+                     "Tflop": f"{floor.flops / 1e12:.3f}", "of the tensor rate": _percent(tensor),
+                     "floor ms": f"{floor.ms:.3f}", "share of floor": _percent(floor.ms / ms)}
+                )  # fmt: skip
+    return found
+
+
+def _percent(x: float) -> str:
+    return f"{100 * x:.0f} %"
 
 
 def kernel_times(arm, given, mode: str) -> dict[str, tuple[float, int]]:
@@ -80,13 +112,29 @@ def resources(module: types.ModuleType) -> list[dict]:
                             "spills": kernel.n_spills,
                             "shared bytes": kernel.metadata.shared,
                             "warps": kernel.metadata.num_warps,
+                            "occupancy": _percent(
+                                occupancy(kernel.n_regs, kernel.metadata.num_warps, kernel.metadata.shared)
+                            ),
                         }
                     )
     return found
 
 
-def text(idea, case, mode: str, tables: dict, compiled: list[dict], before: str = "") -> str:
-    """The markdown; a reading already written in `before` is kept."""
+def occupancy(registers: int, warps: int, shared: int) -> float:
+    """Warps that fit on a multiprocessor of sm_90 at once, as a share of its 64.
+
+    64 Ki registers, handed out to a warp in steps of 256; 227 KB of shared memory, of which a block takes 1 KB more
+    than it asks for; 32 blocks.
+    """
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps) if registers else 32
+    by_shared = (228 << 10) // (shared + 1024)
+    return min(by_registers, by_shared, 32, 64 // warps) * warps / 64
+
+
+def text(
+    idea, case, mode: str, tables: dict, compiled: list[dict], before: str = "", reached=(), counters=(), picture=""
+) -> str:
+    """The markdown; a reading already written in `before` is kept. `counters` is a list, or the reason for none."""
     from loop.promote import section
 
     facts, versions = env.collect(), env.versions()
@@ -103,6 +151,8 @@ def text(idea, case, mode: str, tables: dict, compiled: list[dict], before: str 
         reading,
         "",
     ]
+    lines += [picture, ""] if picture else []
+    lines += _table("Spans against the ceilings", reached)
     for name, kernels in tables.items():
         total = sum(ms for ms, _ in kernels.values())
         lines += [
@@ -115,11 +165,18 @@ def text(idea, case, mode: str, tables: dict, compiled: list[dict], before: str 
             f"| {_short(k)} | {ms:.3f} | {100 * ms / total:.1f} % | {count} |" for k, (ms, count) in kernels.items()
         ]
         lines.append("")
-    if compiled:
-        heads = list(compiled[0])
-        lines += ["## What the compiler gave", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        lines += [f"| {' | '.join(str(k[h]) for h in heads)} |" for k in compiled] + [""]
+    lines += _table("What the compiler gave", compiled)
+    lines += ["## Counters", "", counters, ""] if isinstance(counters, str) else _table("Counters", counters)
     return "\n".join(lines)
+
+
+def _table(title: str, listed) -> list[str]:
+    """A section with a markdown table of like dicts; nothing when there are none."""
+    if not listed:
+        return []
+    heads = list(listed[0])
+    lines = [f"## {title}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return [*lines, *(f"| {' | '.join(str(row[h]) for h in heads)} |" for row in listed), ""]
 
 
 def _short(name: str) -> str:

@@ -3,10 +3,12 @@
 Positions on a plot are percent of its width, so that a template can draw it at any width with text of one size.
 """
 
+import base64
 import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import mistune
 from markupsafe import Markup
@@ -128,8 +130,22 @@ def idea(one: registry.Idea, found: Sequence[rows.Row]) -> dict:
             for (_, _, case, mode, baseline, device), h in sorted(histories(mine).items(), key=str)
         ],
         "diff": difference(one, parent(front)), "failures": board.failures(mine),
-        "profiles": [(p.stem, markdown(p.read_text(encoding="utf-8"))) for p in profiles(one)],
+        "profiles": [(p.stem, profile(p)) for p in profiles(one)],
     }  # fmt: skip
+
+
+def profile(path: Path) -> Markup:
+    """A profile's text, with the plot that lies beside it drawn into the page."""
+
+    def picture(match: re.Match) -> Markup:
+        plot = path.with_name(match[2])
+        data = base64.b64encode(plot.read_bytes()).decode() if plot.exists() else ""
+        return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(match[1], data)
+
+    text = path.read_text(encoding="utf-8")
+    parts = re.split(r"(^!\[[^\n]*\]\([\w.-]+\.svg\)$)", text, flags=re.MULTILINE)
+    images = [re.fullmatch(r"!\[(.*)\]\(([\w.-]+\.svg)\)", part) for part in parts]
+    return Markup("").join(picture(m) if m else markdown(part) for part, m in zip(parts, images, strict=True))
 
 
 def parent(front: dict) -> str:

@@ -1,5 +1,6 @@
 """The pages: failures first, links that resolve, nothing from the network, everything escaped."""
 
+import base64
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -77,7 +78,10 @@ def ladder(add_idea, ladder_root):
     (folder / "IDEA.md").write_text(IDEA)
     add_idea("006", "broken", "1 / 0")
     (ladder_root / "profiles").mkdir()
-    (ladder_root / "profiles/005-sum-heads-prod.md").write_text("# 005\n\n## Reading\n\nBytes bound it.\n")
+    plot = "![kernels: 2 <ms>](005-sum-heads-prod.svg)"
+    text = f"# 005\n\n## Reading\n\nBytes bound it.\n\n{plot}\n\n| a |\n|---|\n| b |\n"
+    (ladder_root / "profiles/005-sum-heads-prod.md").write_text(text)
+    (ladder_root / "profiles/005-sum-heads-prod.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     sha = registry.source_sha("005")
     found = [timed("005", 1.1 + 0.1 * day, day, code_sha=sha) for day in (1, 2, 3)]
     found += [timed("000", 1.0, 3), timed("004", 0.3, 3)]
@@ -132,7 +136,7 @@ def test_links_resolve_and_nothing_comes_from_the_network(written):
             assert not target or (path.parent / unquote(target)).exists(), (path.name, link)
             assert not anchor or any(attrs.get("id") == anchor for _, attrs in document.tags), (path.name, link)
         assert "http" not in path.read_text(encoding="utf-8")
-        assert not any("src" in attrs for _, attrs in document.tags)
+        assert all(attrs.get("src", "data:").startswith("data:") for _, attrs in document.tags)
         assert document.all("html") == [{"lang": "en"}]
         assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in document.all("meta")
         assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
@@ -167,7 +171,9 @@ def test_an_ideas_page(written):
     ):  # fmt: skip
         assert said in text + " ".join(svg["aria-label"] for svg in document.all("svg")), said
     assert not document.all("b")
-    assert document.all("table")
+    (image,) = document.all("img")
+    assert image["alt"] == "kernels: 2 <ms>"
+    assert base64.b64decode(image["src"].partition(",")[2]).startswith(b"<svg")
     broken = Document(written.parent / "ideas/006-broken.html").text
     assert "ZeroDivisionError" in broken
     assert "The parent is fla itself" in Document(written.parent / "ideas/004-parent.html").text
