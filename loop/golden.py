@@ -44,8 +44,15 @@ CASES = (
 
 
 def given(case: Case) -> inputs.Inputs:
-    """The inputs of a golden case, the same everywhere; on the CPU."""
-    return inputs.make(case, SEED, "cpu", inputs.NumpySampler)
+    """The inputs of a golden case, the same everywhere; on the CPU.
+
+    A convolution's next step never reads the oldest of the W entries of its state, and fla 0.6 leaves that entry's
+    gradient out of dx (ours adds it): here it is 0, so that both agree.
+    """
+    x = inputs.make(case, SEED, "cpu", inputs.NumpySampler)
+    if case.family == "cconv" and x["dht"] is not None:
+        x["dht"][..., 0] = 0
+    return x
 
 
 def record(folder: Path, op_of, device) -> list[Path]:

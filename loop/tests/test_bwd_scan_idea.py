@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import registry
+from loop import interpreter, registry
 from loop.tests import gluon_as_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,3 +137,30 @@ def test_refuses_what_it_cannot_do():
     assert idea.supports(replace(p, K=96)) == (False, "needs K=64 or 128, got 96")
     assert idea.supports(replace(p, V=96)) == (False, "needs V a multiple of 64, got 96")
     assert not idea.supports(replace(p, dtype=torch.float32))[0]
+
+
+def descriptor(dtype, rows, columns):
+    bits = 32 if dtype == "fp32" else 16
+    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout}>"
+
+
+@pytest.mark.parametrize(("K", "V", "full"), [(128, 256, True), (128, 128, False), (64, 128, True)])
+def test_compiles_for_hopper(K, V, full):
+    """Its tiles come by descriptors, whose types COMPILE's entries of other ideas do not need."""
+    BV = 128
+    tiles = {"d_q": K, "d_k": K, "d_v": BV, "d_Aq": 64, "d_A": 64, "d_do": BV, "d_vn": BV, "d_dv": BV}
+    signature = {name: descriptor("bf16", 64, columns) for name, columns in tiles.items()}
+    signature |= {"d_g": descriptor("fp32", 64, K), "d_h": descriptor("bf16", K, BV), "d_dh": descriptor("bf16", K, BV)}
+    signature |= {"v_new": "*bf16", "dv": "*bf16", "scale": "fp32", "T": "i32", "N": "i32"}
+    signature |= dict.fromkeys(("gk", "beta", "h0", "dht", "dh0"), "*fp32")
+    constants = {"H": 16, "HV": 16, "K": K, "V": V, "BV": BV, "HAS_H0": True, "HAS_DHT": True}
+    constants |= {"IS_VARLEN": not full, "FULL": full}
+    packed = dict.fromkeys(("cu_seqlens", "chunk_offsets"), "*i64")
+    signature, constants = (signature, constants | dict.fromkeys(packed)) if full else (signature | packed, constants)
+    built = interpreter.compile_sm90(registry.load("008").bwd_scan_hopper_kernel, signature, constants, BV // 16)
+    assert ".target sm_90" in built.ptx
+    assert built.regs <= 255
+    assert built.spills <= 64
+    assert built.smem <= 232_448
+

@@ -49,7 +49,8 @@ def built():
 
 def test_a_settled_idea_says_what_to_compile():
     settled = {i.id for i in IDEAS if registry.front_matter(i.folder).get("status") in ("promoted", "kept", "refuted")}
-    assert {i for i in settled if "@triton.jit" in SOURCE[i]} - set(TRITON) == set()
+    elsewhere = {"008"}  # its tiles come by tensor descriptors: compiled in test_bwd_scan_idea.py
+    assert {i for i in settled if "@triton.jit" in SOURCE[i]} - set(TRITON) - elsewhere == set()
 
 
 @pytest.mark.parametrize("idea", TRITON)

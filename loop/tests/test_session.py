@@ -27,7 +27,7 @@ def test_from_contract_to_verdict(idea, monkeypatch):
     assert "PASSED" in repr(s.check())
     assert "031" in repr(s.bench(blocks=3))
     assert "out/bench_logs/cconv/r7-notebook-031-strip.jsonl" in s.record()
-    recorded = [r for r in rows.read() if r.arm == "031"]
+    recorded = [r for r in rows.read() if r.arm == "031" and r.baseline == "000"]
     assert [(r.run_id, r.status, r.baseline, r.code_sha) for r in recorded] == [
         ("r7", "PASSED", "000", registry.source_sha("031"))
     ]
