@@ -178,10 +178,9 @@ def left_by(out: Path, run_id: str) -> RunResult | None:
 
 def rows_of(run_id: str) -> list[Row]:
     """The rows recorded under a run id."""
-    base = registry.root()
-    return rows.read(
-        *(path for logs in ("bench_logs", "out/bench_logs") for path in (base / logs).rglob(f"{run_id}-*.jsonl"))
-    )
+    folders = (registry.root() / logs for logs in ("bench_logs", "out/bench_logs"))
+    paths = [path for folder in folders for path in folder.rglob(f"{run_id}-*.jsonl")]
+    return rows.read(*paths) if paths else []  # without a path, `read` reads all there is
 
 
 def make_folder(path: Path) -> Path:

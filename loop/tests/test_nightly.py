@@ -91,7 +91,8 @@ def test_force_redoes_and_a_hanging_idea_is_ended(tree, capsys):
     assert nightly.nightly(only=["001"], timeout=0.5) == 1  # run again, and ended
     kernel.write_text(source)
     assert nightly.nightly(only=["001"], timeout=0.5, force=True) == 1
-    assert "RUNNER_TIMEOUT" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("001-good  RUNNER_TIMEOUT") == said.count("broken  001  RUNNER_TIMEOUT") == 2
     assert {(r.arm, r.status, r.kind) for r in rows.read()} == {("001", "RUNNER_TIMEOUT", "run")}
     assert len(rows.read()) == 2
 

@@ -80,6 +80,18 @@ def test_failures_have_their_own_status_and_a_row(root, cells, status, says):
     assert not any(r.perf for r in on_disk)
 
 
+def test_rows_of_other_runs_are_not_its_own(root):
+    """A pass and a failure on record, of the same idea: a run that records nothing has neither."""
+    for status, reason in (("PASSED", ""), ("ERROR", "old")):
+        row = rows.Row(run_id="old", utc=rows.utc_now(), kind="check", family="kda", arm="000", case="tiny",
+                       status=status, reason=reason, device="cpu", code_sha="0" * 64, cmd="test")  # fmt: skip
+        rows.Writer(rows.default_folder("kda", "cpu"), "test", "old").write(row)
+    assert run.rows_of("new") == []
+    result = run_cells(root, "1 + 1")
+    assert result.status == "NO_VERDICT"
+    assert [r.status for r in rows.read() if r.run_id == result.run_id] == ["NO_VERDICT"]
+
+
 def test_timeout(root):
     result = run_cells(root, "import time; time.sleep(60)", PASS, timeout=2)
     assert result.status == "TIMEOUT"
