@@ -1,10 +1,12 @@
 """Progress of a batch: a live table in a terminal, one line per event anywhere else."""
 
 import threading
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from loop.jobs import Job
@@ -19,6 +21,7 @@ class Report:
     def __init__(self, jobs: Sequence[Job], console: Console | None = None):
         self.console, self.lock = console or Console(), threading.Lock()
         self.lines = {job.name: ["waiting", "", "", ""] for job in jobs}
+        self.began: dict[str, float] = {}
         self.live = None
         if self.console.is_terminal:
             self.live = Live(get_renderable=self.table, console=self.console, refresh_per_second=4)
@@ -36,6 +39,7 @@ class Report:
         self._set(job, "kept", "", "", f"{result.status} in {batch}, nothing moved since")
 
     def started(self, job: Job, device: str) -> None:
+        self.began[job.name] = time.monotonic()
         self._set(job, "running", device if device != "cpu" else "", "", "")
 
     def finished(self, job: Job, result: RunResult) -> None:
@@ -55,7 +59,9 @@ class Report:
         with self.lock:
             for name, (status, device, took, said) in self.lines.items():
                 style = STYLES.get(status, "red")
-                table.add_row(name, f"[{style}]{status}[/]", device, took, said)
+                if status == "running":
+                    took = f"{time.monotonic() - self.began[name]:.0f} s"
+                table.add_row(name, f"[{style}]{status}[/]", device, took, escape(said))
             left = sum(line[0] in ("waiting", "running") for line in self.lines.values())
             table.caption = f"{len(self.lines) - left} of {len(self.lines)} done"
         return table

@@ -5,6 +5,7 @@ machine, `Submitit` as a submitit job (submitit's own choice of Slurm or local p
 """
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -99,7 +100,7 @@ class Submitit:
         self.failure = (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError)
         self.executor.update_parameters(name="kernel-fun", timeout_min=int(timeout / 60) + SUBMITIT_SLACK)
         if self.executor.cluster == "slurm":
-            self.executor.update_parameters(slurm_gpus_per_node=1, cpus_per_task=4)
+            self.executor.update_parameters(gpus_per_node=1, cpus_per_task=4)
         self.here = self.executor.cluster == "local"
         self.jobs, self.lock, self.stopped = [], threading.Lock(), False
 
@@ -107,7 +108,8 @@ class Submitit:
         with self.lock:
             if self.stopped:
                 return "RUNNER_DIED", "stopped before it started"
-            job = self.executor.submit(attempt, order)
+            # another machine's GPU is the one that Slurm gives the job, whatever it is called here
+            job = self.executor.submit(attempt, order if self.here else dataclasses.replace(order, visible=""))
             self.jobs.append(job)
         try:
             return job.result()

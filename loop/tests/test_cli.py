@@ -66,6 +66,11 @@ def test_as_a_module():
         ("firstcall cconv --impl 00 --case tiny", "no arm '00'"),
         ("promote 008", "no idea '008'"),
         ("run 008", "no idea '008'"),
+        ("nightly --tier all", "tier 'all' is unknown; known: smoke, primary, full"),
+        ("nightly --fail-on slow", "fail-on 'slow' is unknown (did you mean slower"),
+        ("nightly --executor ssh", "executor 'ssh' is unknown; known: local, submitit"),
+        ("nightly --accept b9", "no batch 'b9'"),
+        ("stages kda --case tinny", "case 'tinny' is unknown in kda"),
         ("board --family kdb", "family 'kdb' is unknown"),
         ("new 9 Bad_Slug --family kda --span bwd.gva", "slug 'Bad_Slug'"),
     ],
@@ -212,3 +217,15 @@ def test_unreadable_rows_warn_by_name(ladder, tmp_path):
     with pytest.warns(rows.SkippedRows, match=r"a\.jsonl, line 1: skipped, not JSON"):
         code, _, _ = ladder("board", "--logs", str(tmp_path))
     assert code == 0
+
+
+def test_the_page_of_the_ladder_is_made_from_the_rows_alone(ladder, add_idea, ladder_root, monkeypatch):
+    add_idea()
+    monkeypatch.chdir(ladder_root)
+    rows.Writer(ladder_root / "bench_logs/kda", "x", "r1").write(make_row())
+    code, out, _ = ladder("board", "--html")
+    assert (code, out) == (0, "out/board/index.html\n")
+    text = (ladder_root / "out/board/index.html").read_text()
+    assert "1.500" in text
+    assert (ladder_root / "out/board/ideas/005-sum-heads.html").exists()
+    assert ladder("board", "--html", "--out", "elsewhere")[1] == "elsewhere/index.html\n"

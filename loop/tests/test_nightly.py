@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import nbformat
@@ -248,12 +249,12 @@ def test_a_terminal_gets_a_live_table(tree):
     report = live.Report(todo, Console(file=io.StringIO(), force_terminal=True, width=120))
     with report:
         report.started(todo[0], "1")
-        report.finished(todo[0], run.RunResult("001", "r", "PASSED", "", 3.0))
+        report.finished(todo[0], run.RunResult("001", "r", "ERROR", "x[/y] is not [bold]", 3.0))
         report.kept(todo[1], run.RunResult("002", "r", "PASSED", "", 3.0), "b0")
         report.started(todo[2], "cpu")
     text = report.console.file.getvalue()
     assert "2 of 3 done" in text
-    assert all(word in text for word in ("001-good", "PASSED", "kept", "running", "\x1b["))
+    assert all(word in text for word in ("001-good", "x[/y] is not [bold]", "kept", "running", "0 s", "\x1b["))
 
 
 def test_fingerprints_move_with_what_they_name(tree, monkeypatch):
@@ -280,3 +281,22 @@ def test_submitit_runs_the_same_batch(tree, capsys):
     assert nightly.nightly(only=["001"], executor="submitit") == 0  # local jobs ran in this environment: kept
     assert "kept" in capsys.readouterr().out
     assert processes.of_run(Path(said[-1]).parent.name + "-001") == []
+
+
+def test_on_slurm_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
+    """What would be submitted; there is no cluster here to run it."""
+    pytest.importorskip("submitit", reason="the optional extra `cluster` is not installed")
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    made = workers.executor("submitit", tmp_path / "jobs", 3600.0)
+    assert (made.executor.cluster, made.here) == ("slurm", False)
+    script = made.executor._executor._make_submission_file_text("command", "id")
+    assert "--gpus-per-node=1" in script
+    assert "--time=65" in script  # its own limit speaks after ours
+    sent = []
+    monkeypatch.setattr(made.executor, "submit", lambda fn, order: sent.append(order) or types.SimpleNamespace(
+        result=lambda: ("RUNNER_DIED", ""), done=lambda: True))  # fmt: skip
+    made.run(workers.Order("001", "", "r", "out", 1.0, "GPU-5"), gpus.Device("5", "GPU-5"))
+    assert sent[0].visible == ""
