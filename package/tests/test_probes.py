@@ -1,5 +1,7 @@
 """The command line and what its probes do, as far as a CPU shows it."""
+import contextlib
 import importlib
+import json
 import os
 from types import SimpleNamespace
 
@@ -165,3 +167,58 @@ def test_an_arm_that_fails_is_one_line(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("cconv   ours   failed: ")
+
+
+@pytest.fixture
+def pretend_capture(monkeypatch):
+    """Streams and graphs that do nothing, and inputs on the CPU: a captured step simply runs."""
+
+    class Nothing(contextlib.nullcontext):
+        def __init__(self, *args, **kwargs):
+            super().__init__(self)
+
+        def wait_stream(self, other):
+            assert isinstance(other, Nothing)
+
+        def replay(self):
+            pass
+
+    for name in ("Stream", "stream", "CUDAGraph", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Nothing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(probes.inputs, "__defaults__", ("cpu",))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_what_a_capture_did(monkeypatch, pretend_capture, warm):
+    """Equal to the eager run, different from it, or the first line of the error."""
+    assert probes.captured("kda", "ours", warm) == "equal"
+    ours, noise = probes.operator("kda", "ours"), torch.zeros(())
+
+    def drifting(**arguments):
+        out, state = ours(**arguments)
+        return out + noise.add_(1), state
+
+    monkeypatch.setattr(probes, "operator", lambda family, arm: drifting)
+    assert probes.captured("kda", "ours", warm) == "differs"
+    monkeypatch.setattr(probes, "operator", lambda family, arm: failing_under_capture())
+    assert probes.captured("kda", "ours", warm) == "ValueError: operation not permitted"
+
+
+def failing_under_capture():
+    """Runs until the step that is captured: the second where the first was the warm one, the only one where not."""
+    calls = []
+
+    def call(**arguments):
+        calls.append(arguments)
+        if len(calls) == 2 or arguments["q"].shape[1] == 576:
+            raise ValueError("operation not permitted\nwhen stream is capturing")
+        return arguments["v"] * 1 + sum(t.sum() for t in arguments.values() if torch.is_tensor(t)), None
+
+    return call
+
+
+def test_a_report_is_one_line_of_json(capsys, monkeypatch, pretend_capture):
+    monkeypatch.setattr(probes, "compiled", lambda family, arm, device: {"breaks": 1, "graphs": [2, 4, 4]})
+    probes.report("cconv", "ours")
+    assert json.loads(capsys.readouterr().out) == {"breaks": 1, "graphs": [2, 4, 4], "warm": "equal", "cold": "equal"}
