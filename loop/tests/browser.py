@@ -5,6 +5,7 @@
 
 import base64
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,8 +21,14 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
          "--hide-scrollbars", "--remote-debugging-port=0", "--remote-allow-origins=*")  # fmt: skip
 
 
+@functools.cache
 def found() -> str | None:
-    return next(filter(None, map(shutil.which, NAMES)), None)
+    """The first of NAMES that is there and starts: Ubuntu has a stub by that name."""
+    for path in filter(None, map(shutil.which, NAMES)):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if subprocess.run([path, "--version"], capture_output=True, timeout=30, check=False).returncode == 0:
+                return path
+    return None
 
 
 class Page:
