@@ -128,6 +128,7 @@ def machine(monkeypatch, installed, cuda, driver):
         return installed[package]
 
     monkeypatch.setattr(cute.metadata, "version", version)
+    monkeypatch.setattr(cute, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
 
@@ -153,6 +154,12 @@ def machine(monkeypatch, installed, cuda, driver):
 def test_each_thing_wrong_with_the_cute_dsl_is_one_line(monkeypatch, installed, cuda, driver, why):
     machine(monkeypatch, installed, cuda, driver)
     assert cute.reason() == why
+
+
+def test_a_copy_of_the_cute_dsl_without_metadata_is_taken_as_it_is(monkeypatch):
+    machine(monkeypatch, {}, "13.0", 13000)
+    monkeypatch.setattr(cute, "find_spec", lambda name: name == "cutlass")
+    assert cute.reason() == ""
 
 
 @pytest.mark.parametrize("source", ["import cutlass.cute as cute", "def run():\n    from cutlass import Int32"])

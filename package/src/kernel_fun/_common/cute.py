@@ -4,6 +4,7 @@ The DSL comes as a base package and one build per CUDA major version. A missing 
 CUDA version, or a driver older than that build would surface as an error in mid-step; here each is one line.
 """
 from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 
@@ -18,8 +19,8 @@ def reason() -> str:
     cuda = int((torch.version.cuda or "0").partition(".")[0])  # 0: a torch for CPUs, where kernels are compiled only
     oldest = ".".join(map(str, OLDEST))
     wanted = f"pip install 'nvidia-cutlass-dsl{'' if cuda == 12 else '[cu13]'}>={oldest}'"
-    if base is None:
-        return f"the CuTe DSL is not installed: {wanted}"
+    if base is None:  # a copy on the path without a package's metadata is taken as it is
+        return "" if find_spec("cutlass") else f"the CuTe DSL is not installed: {wanted}"
     if _numbers(base) < OLDEST:
         return f"the CuTe DSL is {base}, kernels need {oldest} or later: {wanted}"
     built_for = [major for major, package in _BUILDS.items() if _version(package) is not None]
