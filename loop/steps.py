@@ -21,6 +21,7 @@ def times(family: str, case, given, *, ideas: Iterable = (), shipped: bool = Fal
     """`span`, `source` and `ms` per call of every step of a forward and backward, in order.
 
     The chain is fla's stages (on a CPU the plain-torch ones), with the shipped kernels and the idea modules in it.
+    ValueError when the profiler gave no times, rather than a table of zeros.
     """
     chain, base = importlib.import_module(f"kernel_fun.{family}.chain"), "fla" if arms.on_gpu() else "reference"
     plan = chain.make_plan(case.problem(arms.arch()), ideas=tuple(ideas), base=base, shipped=shipped)
@@ -42,6 +43,8 @@ def times(family: str, case, given, *, ideas: Iterable = (), shipped: bool = Fal
         if arms.on_gpu():
             torch.cuda.synchronize()
     total = on_device(profile.events()) if arms.on_gpu() else on_host(profile.events())
+    if not any(total.values()):
+        raise ValueError("torch's profiler gave no time for any step here; on a GPU it needs CUPTI and permission")
     return [
         {"span": span(s), "source": s.source, "ms": total.get(span(s), 0.0) / CALLS}
         for s in (*plan.forward, *plan.backward)
