@@ -18,7 +18,8 @@ def test_the_whole_job(idea, ladder_root, capsys):
         assert part in said.out, part
     assert "cell 8/8 loop:verdict" in said.err
     recorded = [r for r in rows.read() if r.arm == "031"]
-    assert [r.status for r in recorded] == ["PASSED"]
+    assert {r.status for r in recorded} == {"PASSED"}
+    assert "000" in {r.baseline for r in recorded}
     (executed,) = (ladder_root / "out" / "runs").iterdir()
     html = (executed / "notebook.html").read_text()
     assert html.count("<img alt=") == 3

@@ -6,8 +6,9 @@ from loop import registry, rows, scaffold, session
 
 
 @pytest.fixture
-def idea(ladder_root):
-    """A convolution idea that passes: the scaffold's own starting kernel."""
+def idea(ladder_root, monkeypatch):
+    """A convolution idea that passes: the scaffold's own starting kernel. Nothing is shipped: that would be timed too."""
+    monkeypatch.setattr("kernel_fun.cconv.chain.shipped_for", lambda p: ([], ["a test ships nothing"]))
     return scaffold.new("031", "strip", family="cconv", spans=["fwd"])
 
 
