@@ -7,7 +7,7 @@ from loop import registry, rows, scaffold, session
 
 @pytest.fixture
 def idea(ladder_root, monkeypatch):
-    """A convolution idea that passes: the scaffold's own starting kernel. Nothing is shipped: that would be timed too."""
+    """A convolution idea that passes: the scaffold's own starting kernel. Nothing ships: it would be timed too."""
     monkeypatch.setattr("kernel_fun.cconv.chain.shipped_for", lambda p: ([], ["a test ships nothing"]))
     return scaffold.new("031", "strip", family="cconv", spans=["fwd"])
 
