@@ -207,3 +207,16 @@ def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
     monkeypatch.setattr(promoted, "modules", lambda package: (("k001_x", module, ""),))
     small = KdaProblem(B=1, T=64, H=1, HV=1, K=96, V=128, N=1, NT=1, arch=(9, 0))
     assert dispatch.route("kda", chain, small, Elsewhere).reason == "k001_x: needs K=128, got 96"
+
+
+@pytest.mark.parametrize("gate", ["log", "softplus", "safe"])
+@pytest.mark.parametrize("K", [128, 64, 96])
+def test_the_forward_keeps_no_more_than_flas(gate, K):
+    """With whatever ships: a subset of what fla saves, and one of the raw gate and its sum, where fla may save both."""
+    raw = gate != "log"
+    p = KdaProblem(B=1, T=64, H=1, HV=1, K=K, V=128, N=1, NT=1, arch=(9, 0), gate=gate, l2norm=True, beta_sigmoid=True,
+                   has_h0=True, has_A_log=raw, has_dt_bias=raw, lower_bound=-5.0 if gate == "safe" else None)
+    saved = {*CHAINS["kda"].make_plan(p).saved}
+    flas = {"q", "q_rstd", "k", "k_rstd", "v", "beta_raw", "beta", "A_log", "dt_bias", "Aqk", "Akk", "h0", "g_raw", "gk"}
+    assert saved <= flas
+    assert not {"g_raw", "gk"} <= saved
