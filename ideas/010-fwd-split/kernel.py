@@ -1,6 +1,6 @@
 """The forward scan of few, long sequences: segments side by side, each from its exact start state.
 
-Parent: 007-fwd-scan (its step, unchanged).
+Parent: 007-fwd-scan (its algebra: S^T in registers, operands built under the products, exact unit diagonals).
 Delta: 007 has one program per (V tile, head, sequence); with 16 or 32 of them on 132 multiprocessors their chain of
     chunks is the whole time. Over a segment of chunks the scan is affine, S_out = M S_in + B. Four launches:
     reach     cuts sequences into segments and walks back from each segment's end until the decay has erased S_in:
@@ -8,7 +8,8 @@ Delta: 007 has one program per (V tile, head, sequence); with 16 or 32 of them o
     build     scans without readout: B from zero over what was reached; where the bound was not met, B over the whole
               segment and M, the same scan on K more columns with v = 0 from the identity;
     join      S_i+1 = M_i S_i + B_i in fp32 where M_i is needed, serial over segments;
-    emit      007's scan of every segment from its start state.
+    emit      the scan of every segment from its start state, with o.
+    A step's tiles come by TMA and become operands in place, as in 008-bwd-scan: no flat copies beside the operands.
 Why it should be faster: emit has P times 007's programs and 1/P of its chain; build is a chain of at most 1/P on idle
     multiprocessors, without q, Aqk and o. Bytes rise from 1.8 to at most 2.9 KB a token-head (K = V = 128), 1.5 ms at
     4.2 TB/s for 65536 tokens of 32 heads, where the chain takes 6 (IDEA.md).
@@ -21,11 +22,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 FAMILY = "kda"
 SMS = 132                   # of an H200
@@ -128,115 +131,107 @@ def join_kernel(
 
 
 # -------------------------------------------------------------------------------------- build, emit: scan of segments
+# Shapes in shared memory: k, q, kg [64, K]; g [64, K] fp32; v, out [64, BV]; A, Aq [64, 64]; two of each for chunks i
+# and i + 1, but one v and one out. A fetched tile is raw until, in the step before its own, it becomes an operand.
 @gluon.jit
-def _load_keys(
-    raw_q, raw_k, raw_g, q, k, gk, row_h, row_hv, j: gl.constexpr, live,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, EMIT: gl.constexpr, C16: gl.constexpr, C32: gl.constexpr,
+def _fetch_gates(d_g, g, bar, row, c_g, on, K: gl.constexpr, EMIT: gl.constexpr):
+    """First copy of a chunk whose tiles `bar` counts: gk, and with `_fetch_keys` and `_fetch_queries` all of them."""
+    BYTES: gl.constexpr = 64 * (8 * K + 256 if EMIT else 6 * K + 128)
+    mbarrier.expect(bar, BYTES, pred=on)
+    tma.async_copy_global_to_shared(d_g, [row.to(gl.int32), c_g], bar, g, pred=on)
+
+
+@gluon.jit
+def _fetch_keys(d_k, d_A, k, A, bar, row, c_k, c_A, on):
+    tma.async_copy_global_to_shared(d_k, [row.to(gl.int32), c_k], bar, k, pred=on)
+    tma.async_copy_global_to_shared(d_A, [row.to(gl.int32), c_A], bar, A, pred=on)
+
+
+@gluon.jit
+def _fetch_queries(d_q, d_Aq, q, Aq, bar, row, c_k, c_A, on, EMIT: gl.constexpr):
+    if EMIT:
+        tma.async_copy_global_to_shared(d_q, [row.to(gl.int32), c_k], bar, q, pred=on)
+        tma.async_copy_global_to_shared(d_Aq, [row.to(gl.int32), c_A], bar, Aq, pred=on)
+
+
+@gluon.jit
+def _fetch_v(d_v, v, bar, row, c_v, on, BV: gl.constexpr):
+    mbarrier.expect(bar, 128 * BV, pred=on)
+    tma.async_copy_global_to_shared(d_v, [row.to(gl.int32), c_v], bar, v, pred=on)
+
+
+@gluon.jit
+def _prepare(
+    k, q, kg, g, b_gn, scale, n_t, R0: gl.constexpr, R: gl.constexpr, P: gl.constexpr, EMIT: gl.constexpr,
+    FULL: gl.constexpr,
 ):
-    """Start the copies of 64 columns of q, k, gk; rows from `live` on are zero."""
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, C16))
-    o_k = gl.arange(0, 64, gl.SliceLayout(0, C16))
-    offs = o_t[:, None] * (H * K) + (64 * j + o_k)[None, :]
-    m = (o_t < live)[:, None]
-    async_copy.async_copy_global_to_shared(raw_k.index(j), k + row_h * K + offs, mask=m)
+    """Rows R0 .. R0 + R: k becomes k 2^gk and q scale q 2^gk in place, kg = k 2^(G - gk); zero from row n_t on."""
+    b_k = k.slice(R0, R).load(P).to(gl.float32)
+    b_g = g.slice(R0, R).load(P)
     if EMIT:
-        async_copy.async_copy_global_to_shared(raw_q.index(j), q + row_h * K + offs, mask=m)
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, C32))
-    o_k = gl.arange(0, 64, gl.SliceLayout(0, C32))
-    offs = o_t[:, None] * (HV * K) + (64 * j + o_k)[None, :]
-    async_copy.async_copy_global_to_shared(raw_g.index(j), gk + row_hv * K + offs, mask=(o_t < live)[:, None])
-
-
-@gluon.jit
-def _load_scores(sL, sM, s, Akk, Aqk, row_hv, live, HV: gl.constexpr, EMIT: gl.constexpr, C16: gl.constexpr):
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, C16))
-    o_s = gl.arange(0, 64, gl.SliceLayout(0, C16))
-    offs = o_t[:, None] * (HV * 64) + o_s[None, :]
-    m = (o_t < live)[:, None]
-    async_copy.async_copy_global_to_shared(sL.index(s), Akk + row_hv * 64 + offs, mask=m)
+        b_q = q.slice(R0, R).load(P).to(gl.float32)
+    if not FULL:
+        m_t = (R0 + gl.arange(0, R, layout=gl.SliceLayout(1, P)) < n_t)[:, None]
+        b_k = gl.where(m_t, b_k, 0.0)
+        b_g = gl.where(m_t, b_g, b_gn[None, :])
+        if EMIT:
+            b_q = gl.where(m_t, b_q, 0.0)
+    b_up = gl.exp2(b_g)
+    k.slice(R0, R).store((b_k * b_up).to(k.dtype))
+    kg.slice(R0, R).store((b_k * gl.exp2(b_gn[None, :] - b_g)).to(k.dtype))
     if EMIT:
-        async_copy.async_copy_global_to_shared(sM.index(s), Aqk + row_hv * 64 + offs, mask=m)
+        q.slice(R0, R).store((b_q * (b_up * scale)).to(k.dtype))
 
 
 @gluon.jit
-def _load_v(sV, v, row_hv, live, HV: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, CV: gl.constexpr):
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, CV))
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, CV))
-    offs = o_t[:, None] * (HV * V) + o_v[None, :]
-    async_copy.async_copy_global_to_shared(sV, v + row_hv * V + offs, mask=(o_t < live)[:, None])
-
-
-@gluon.jit
-def _last(gk, row_hv, n, j: gl.constexpr, K: gl.constexpr, L: gl.constexpr):
-    """gk's row at row_hv (the chunk's last), 64 columns; not read when the segment is empty."""
-    o_k = gl.arange(0, 64, L)
-    return gl.load(gk + row_hv * K + 64 * j + o_k, mask=o_k < gl.minimum(n, 1) * 64, other=0.0)
-
-
-@gluon.jit
-def _build(kb, qg, kg, s, raw_q, raw_k, raw_g, b_G, j: gl.constexpr, EMIT: gl.constexpr, C32: gl.constexpr):
-    """64 columns of k 2^gk, q 2^gk and k 2^(G - gk)."""
-    dt: gl.constexpr = raw_k.dtype
-    b_g = raw_g.index(j).load(C32)
-    b_k = raw_k.index(j).load(C32).to(gl.float32)
-    f = gl.exp2(b_g)
-    kb.index(2 * j + s).store((b_k * f).to(dt))
+def _mask_scores(A, Aq, n_t, EMIT: gl.constexpr, FULL: gl.constexpr, NW: gl.constexpr):
+    """Zero, in place, the rows of A and Aq from n_t on, and what lies above Aq's diagonal: nobody has written it."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    o_c = gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+    if not FULL:
+        A.store(gl.where((o_c >= 0) & (o_r < n_t), A.load(L), 0.0))
     if EMIT:
-        qg.index(2 * j + s).store((raw_q.index(j).load(C32).to(gl.float32) * f).to(dt))
-    kg.index(2 * j + s).store((b_k * gl.exp2(b_G[None, :] - b_g)).to(dt))
+        Aq.store(gl.where((o_r >= o_c) & (o_r < n_t), Aq.load(L), 0.0))
 
 
 @gluon.jit
-def _mask(sL, sM, s, EMIT: gl.constexpr, C16: gl.constexpr):
-    """Keep what is strictly below the diagonals of Akk and Aqk."""
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, C16))
-    o_s = gl.arange(0, 64, gl.SliceLayout(0, C16))
-    strict = o_t[:, None] > o_s[None, :]
-    b_L = sL.index(s).load(C16)
-    sL.index(s).store(gl.where(strict, b_L, gl.zeros_like(b_L)))
-    if EMIT:
-        b_M = sM.index(s).load(C16)
-        sM.index(s).store(gl.where(strict, b_M, gl.zeros_like(b_M)))
-
-
-@gluon.jit
-def _small(
-    gk, beta, Aqk, row_hv, last, live, n, HV: gl.constexpr, K: gl.constexpr, EMIT: gl.constexpr, L1: gl.constexpr,
+def _vectors(
+    gk, beta, Aqk, row, n, o_k, o_t, i_hv, HV: gl.constexpr, K: gl.constexpr, EMIT: gl.constexpr,
 ):
-    """One vector [256]: 2^G (K values), from 128 on beta, from 192 on the diagonal of Aqk."""
-    e = gl.arange(0, 256, L1)
-    t = e & 63
-    b_G = gl.load(gk + last * K + e, mask=(e < K) & (n > 0), other=0.0)
-    b_b = gl.load(beta + row_hv + t * HV, mask=(e >= 128) & (e < 192) & (t < live), other=0.0).to(gl.float32)
+    """Of the chunk at `row` with n tokens (none if n <= 0): gk's last row [K], beta [64] and Aqk's diagonal [64]."""
+    b_gn = gl.load(gk + ((row + n - 1) * HV + i_hv) * K + o_k, mask=(o_k >= 0) & (n > 0), other=0.0)
+    p_row = (row + o_t) * HV + i_hv
+    b_beta = gl.load(beta + p_row, mask=o_t < n, other=0.0).to(gl.float32)
+    b_d = b_beta
     if EMIT:
-        b_b += gl.load(Aqk + row_hv * 64 + t * (HV * 64 + 1), mask=(e >= 192) & (t < live), other=0.0).to(gl.float32)
-    return gl.where(e < 128, gl.exp2(b_G), b_b)
+        b_d = gl.load(Aqk + p_row * 64 + o_t, mask=o_t < n, other=0.0).to(gl.float32)
+    return b_gn, b_beta, b_d
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
-    q, k, gk, v, beta, Aqk, Akk, h0, segments, start, parts, o, ht, scale, T, N,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-    EMIT: gl.constexpr, VARLEN: gl.constexpr, NW: gl.constexpr,
+    d_q, d_k, d_g, d_v, d_A, d_Aq, d_o,                        # descriptors
+    gk, beta, Aqk, h0, segments, start, parts, o, ht, scale, T, N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, HAS_H0: gl.constexpr,
+    HAS_HT: gl.constexpr, EMIT: gl.constexpr, VARLEN: gl.constexpr, FULL: gl.constexpr,
 ):
     """EMIT: o of a segment from its start state, and ht. Otherwise BV columns of (B, M), without q, Aqk, o, ht."""
-    dt: gl.constexpr = k.dtype.element_ty
-    NK: gl.constexpr = K // 64
+    DT: gl.constexpr = d_k.dtype
+    NW: gl.constexpr = BV // 16
     W: gl.constexpr = V + K
     NV: gl.constexpr = V // BV if EMIT else W // BV
-    C16: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
-    C32: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [NW, 1], [1, 0])
+    S64: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 64, 16])
+    SK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, K, 16])
+    A64: gl.constexpr = gl.DotOperandLayout(0, S64, 2)
+    AK: gl.constexpr = gl.DotOperandLayout(0, SK, 2)
+    P: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [NW, 1], [1, 0])
     CV: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [NW, 1], [1, 0])
-    L1: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 64, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    ROW: gl.constexpr = gl.SliceLayout(0, M)
-    SW: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    FLAT1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     i_v = gl.program_id(0) % NV
-    i_hv = gl.program_id(0) // NV % HV
+    i_hv = (gl.program_id(0) // NV % HV).to(gl.int64)
     i_s = (gl.program_id(0) // (NV * HV)).to(gl.int64)
     i_h = i_hv // (HV // H)
     bos = gl.load(segments + i_s * 4)
@@ -245,181 +240,155 @@ def scan_kernel(
     ends = gl.load(segments + i_s * 4 + 3).to(gl.int32)
     known = ends & 1                                            # the start state is h0
     keep = ends >> 1                                            # the end state is wanted
-    v_rows = n_t                                                # rows of v, 0 in columns of M
+    has_v = i_v >= 0
     if not EMIT:
         c_0 = gl.load(start + i_s * HV + i_hv)
-        is_m = (i_v * BV >= V).to(gl.int32)
-        keep = (1 - keep) * gl.minimum(n_t, 1) * (1 - is_m * (c_0 >= 0).to(gl.int32))
+        has_v = i_v * BV < V                                    # the others are columns of M
+        wanted = (keep == 0) & (n_t > 0) & (has_v | (c_0 < 0))
         c_0 = gl.maximum(c_0, 0)
-        known = known * (1 - is_m) * (c_0 == 0).to(gl.int32)
-        bos += c_0 * 64
+        known = (has_v & (known == 1) & (c_0 == 0)).to(gl.int32)
+        keep = wanted.to(gl.int32)
+        bos = bos + c_0 * 64
         n_t = (n_t - c_0 * 64) * keep
-        v_rows = n_t * (1 - is_m)
-    v += i_v * BV
+    NT = (n_t + 63) // 64
 
-    raw_k = gl.allocate_shared_memory(dt, [NK, 64, 64], FLAT)
-    raw_g = gl.allocate_shared_memory(gl.float32, [NK, 64, 64], FLAT)
-    kb = gl.allocate_shared_memory(dt, [2 * NK, 64, 64], SW)
-    kg = gl.allocate_shared_memory(dt, [2 * NK, 64, 64], SW)
-    sL = gl.allocate_shared_memory(dt, [2, 64, 64], SW)
-    sV = gl.allocate_shared_memory(dt, [64, BV], SW)
-    small = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT1)
-    raw_q = raw_k
-    qg = kb
-    sM = sL
+    k = gl.allocate_shared_memory(DT, [2, 64, K], d_k.layout)
+    kg = gl.allocate_shared_memory(DT, [2, 64, K], d_k.layout)
+    g = gl.allocate_shared_memory(gl.float32, [2, 64, K], d_g.layout)
+    A = gl.allocate_shared_memory(DT, [2, 64, 64], d_A.layout)
+    v = gl.allocate_shared_memory(DT, [64, BV], d_v.layout)
+    decay = gl.allocate_shared_memory(gl.float32, [2, K], FLAT)
+    betas = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    bar = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())       # the last is v's
+    q, Aq, diag = k, A, betas
     if EMIT:
-        raw_q = gl.allocate_shared_memory(dt, [NK, 64, 64], FLAT)
-        qg = gl.allocate_shared_memory(dt, [2 * NK, 64, 64], SW)
-        sM = gl.allocate_shared_memory(dt, [2, 64, 64], SW)
-        sO = gl.allocate_shared_memory(dt, [64, BV], SW)
+        q = gl.allocate_shared_memory(DT, [2, 64, K], d_q.layout)
+        Aq = gl.allocate_shared_memory(DT, [2, 64, 64], d_Aq.layout)
+        diag = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+        out = gl.allocate_shared_memory(DT, [64, BV], d_o.layout)
 
-    o_m = gl.arange(0, BV, gl.SliceLayout(1, M))
-    o_c = gl.arange(0, 64, ROW)
-    p_h = (i_n * HV + i_hv) * (K * V) + i_v * BV + (o_m[:, None] + (o_c * V)[None, :])
-    p_w = i_v * BV + (o_m[:, None] + (o_c * W)[None, :])
-    m_keep = (o_m < keep * BV)[:, None]
-    zero = gl.zeros([BV, 64], gl.float32, M)
-    S0 = zero
-    S1 = zero
-    if EMIT:
-        p_0 = ((i_s - 1) * HV + i_hv) * (K * W) + p_w           # what the segment before left
-        m_parts = (o_m >= known * BV)[:, None]
-        S0 = gl.load(parts + p_0, mask=m_parts, other=0.0)
-        if NK == 2:
-            S1 = gl.load(parts + p_0 + 64 * W, mask=m_parts, other=0.0)
+    # ---- the start state, transposed
+    o_m = gl.arange(0, BV, layout=gl.SliceLayout(1, SK))[:, None]
+    o_d = gl.arange(0, K, layout=gl.SliceLayout(0, SK))[None, :]
+    p_h = (i_n * HV + i_hv) * (K * V) + i_v * BV + (o_d * V + o_m)
+    p_w = i_v * BV + (o_d * W + o_m)
+    b_S = gl.zeros([BV, K], gl.float32, SK)
+    if EMIT:                                                    # what the segment before left
+        p_before = ((i_s - 1) * HV + i_hv) * (K * W) + p_w
+        b_S += gl.load(parts + p_before, mask=(o_m >= known * BV) & (o_d >= 0), other=0.0)
     else:
-        column = (i_v * BV - V + o_m)[:, None]
-        S0 = gl.where(column == o_c[None, :], zero + 1.0, zero)
-        if NK == 2:
-            S1 = gl.where(column == o_c[None, :] + 64, zero + 1.0, zero)
-    if h0 is not None:
-        m_known = (o_m < known * BV)[:, None]
-        S0 += gl.load(h0 + p_h, mask=m_known, other=0.0)
-        if NK == 2:
-            S1 += gl.load(h0 + p_h + 64 * V, mask=m_known, other=0.0)
+        b_S = gl.where(o_m + (i_v * BV - V) == o_d, b_S + 1.0, b_S)
+    if HAS_H0:
+        b_S += gl.load(h0 + p_h, mask=(o_m < known * BV) & (o_d >= 0), other=0.0)
 
-    # ---- prologue: operands of chunk 0, copies for chunk 1
-    row = bos * HV + i_hv
-    for j in gl.static_range(NK):
-        _load_keys(raw_q, raw_k, raw_g, q, k, gk, bos * H + i_h, row, j, n_t, H, HV, K, EMIT, C16, C32)
-    _load_scores(sL, sM, 0, Akk, Aqk, row, n_t, HV, EMIT, C16)
-    async_copy.commit_group()
-    last = (bos + gl.minimum(n_t, 64) - 1) * HV + i_hv
-    async_copy.wait_group(0)
-    for j in gl.static_range(NK):
-        b_G = _last(gk, last, n_t, j, K, gl.SliceLayout(0, C32))
-        _build(kb, qg, kg, 0, raw_q, raw_k, raw_g, b_G, j, EMIT, C32)
-    _mask(sL, sM, 0, EMIT, C16)
-    small.index(0).store(_small(gk, beta, Aqk, row, last, n_t, n_t, HV, K, EMIT, L1))
+    # ---- operands of chunk 0, copies for chunks 1 and 2
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, P))
+    o_t = gl.arange(0, 64, layout=ROW)
+    c_k, c_g, c_A = (i_h * K).to(gl.int32), (i_hv * K).to(gl.int32), (i_hv * 64).to(gl.int32)
+    c_v = (i_hv * V + i_v * BV).to(gl.int32)
+    for j in gl.static_range(3):
+        mbarrier.init(bar.index(j), count=1)
+    for j in gl.static_range(2):
+        _fetch_gates(d_g, g.index(j), bar.index(j), bos + j * 64, c_g, j < NT, K, EMIT)
+        _fetch_keys(d_k, d_A, k.index(j), A.index(j), bar.index(j), bos + j * 64, c_k, c_A, j < NT)
+        _fetch_queries(d_q, d_Aq, q.index(j), Aq.index(j), bar.index(j), bos + j * 64, c_k, c_A, j < NT, EMIT)
+    _fetch_v(d_v, v, bar.index(2), bos, c_v, has_v & (NT > 0), BV)
+    n_n = gl.minimum(n_t, 64)                                   # rows of the chunk being prepared
+    b_gn, b_beta, b_d = _vectors(gk, beta, Aqk, bos, n_n, o_k, o_t, i_hv, HV, K, EMIT)
+    mbarrier.wait(bar.index(0), 0, pred=NT > 0)
+    for r in gl.static_range(0, 64, 32):
+        _prepare(k.index(0), q.index(0), kg.index(0), g.index(0), b_gn, scale, n_n, r, 32, P, EMIT, FULL)
+    _mask_scores(A.index(0), Aq.index(0), n_n, EMIT, FULL, NW)
+    decay.index(0).store(gl.exp2(b_gn))
+    betas.index(0).store(b_beta)
+    if EMIT:
+        diag.index(0).store(b_d)
     fence_async_shared()
     _barrier()
-    row1 = row + 64 * HV
-    row1h = (bos + 64) * H + i_h
-    _load_keys(raw_q, raw_k, raw_g, q, k, gk, row1h, row1, 0, n_t - 64, H, HV, K, EMIT, C16, C32)
-    _load_v(sV, v, row, v_rows, HV, V, BV, CV)
-    async_copy.commit_group()
-    if NK == 2:
-        _load_keys(raw_q, raw_k, raw_g, q, k, gk, row1h, row1, 1, n_t - 64, H, HV, K, EMIT, C16, C32)
-    _load_scores(sL, sM, 1, Akk, Aqk, row1, n_t - 64, HV, EMIT, C16)
-    async_copy.commit_group()
+    _fetch_gates(d_g, g.index(0), bar.index(0), bos + 128, c_g, NT > 2, K, EMIT)
 
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, CV))
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, CV))
-    p_o = i_v * BV + (o_t[:, None] * (HV * V) + o_v[None, :])
-    s = 0
-    for i_t in range(0, n_t, 64):
-        # ---- rows of the next chunk
-        live = n_t - i_t - 64                                  # how many are left
-        row = (bos + i_t) * HV + i_hv
-        row1 = row + 64 * HV
-        row2 = row + 128 * HV
-        row2h = (bos + i_t + 128) * H + i_h
-        last = (bos + gl.minimum(i_t + 128, n_t) - 1) * HV + i_hv
-        b_small = _small(gk, beta, Aqk, row1, last, live, n_t, HV, K, EMIT, L1)
-        b_G = _last(gk, last, n_t, 0, K, gl.SliceLayout(0, C32))
+    for i in range(NT):
+        s, n, more = i & 1, (i & 1) ^ 1, i + 1 < NT
+        row = bos + i * 64
+        n_n = gl.minimum(n_t - i * 64 - 64, 64)
+        b_gn, b_beta, b_d = _vectors(gk, beta, Aqk, row + 64, n_n, o_k, o_t, i_hv, HV, K, EMIT)
 
-        # ---- X = S^T kb^T; meanwhile half of the next operands. S is scaled before: ptxas waits for every
-        # product in flight before it lets an accumulator of the last iteration be touched
-        h_0 = gl.convert_layout(S0.to(dt), A)
-        S0 = S0 * small.index(s).slice(0, 64).load(ROW)[None, :]
-        if NK == 2:
-            h_1 = gl.convert_layout(S1.to(dt), A)
-            S1 = S1 * small.index(s).slice(64, 64).load(ROW)[None, :]
-        x = warpgroup_mma(h_0, kb.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if NK == 2:
-            x = warpgroup_mma(h_1, kb.index(2 + s).permute((1, 0)), x, is_async=True)
-        async_copy.wait_group(1)
-        _build(kb, qg, kg, 1 - s, raw_q, raw_k, raw_g, b_G, 0, EMIT, C32)
-        b_v = sV.permute((1, 0)).load(M).to(gl.float32)
-        b_beta = small.index(s).slice(128, 64).load(ROW)[None, :]
-        x = warpgroup_mma_wait(0, deps=[x])
+        # ---- X = S^T kb^T; meanwhile half of the next chunk's operands
+        b_h = gl.convert_layout(b_S.to(DT), A64)
+        x = warpgroup_mma(
+            b_h, k.index(s).permute((1, 0)), gl.zeros([BV, 64], gl.float32, S64), use_acc=False, is_async=True,
+        )
+        mbarrier.wait(bar.index(2), i & 1, pred=has_v)
+        b_v = v.permute((1, 0)).load(S64).to(gl.float32)
+        if not (FULL and EMIT):
+            o_c = gl.arange(0, 64, layout=gl.SliceLayout(0, S64))[None, :]
+            b_v = gl.where((o_c < n_t - i * 64) & has_v, b_v, 0.0)
+        b_b = betas.index(s).load(gl.SliceLayout(0, S64))
+        mbarrier.wait(bar.index(n), ((i + 1) >> 1) & 1, pred=more)
+        _prepare(k.index(n), q.index(n), kg.index(n), g.index(n), b_gn, scale, n_n, 0, 32, P, EMIT, FULL)
+        b_r = b_b[None, :] * (b_v - warpgroup_mma_wait(0, [x]))
 
-        # ---- vn = r + r (Akk - I)^T
-        r = b_beta * (b_v - x)
-        vn = warpgroup_mma(gl.convert_layout(r.to(dt), A), sL.index(s).permute((1, 0)), r, is_async=True)
-        if EMIT:
-            y = warpgroup_mma(h_0, qg.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-            if NK == 2:
-                y = warpgroup_mma(h_1, qg.index(2 + s).permute((1, 0)), y, is_async=True)
-        _barrier()                                             # everybody has read the raw half and v
-        _load_keys(raw_q, raw_k, raw_g, q, k, gk, row2h, row2, 0, live - 64, H, HV, K, EMIT, C16, C32)
-        _load_v(sV, v, row1, v_rows - i_t - 64, HV, V, BV, CV)
-        async_copy.commit_group()
-        if NK == 2:
-            b_G = _last(gk, last, n_t, 1, K, gl.SliceLayout(0, C32))
-        if EMIT:
-            b_d = small.index(s).slice(192, 64).load(ROW)[None, :]
-            vn, y = warpgroup_mma_wait(0, deps=[vn, y])
-        else:
-            vn = warpgroup_mma_wait(0, deps=[vn])
+        # ---- v_new = r + r (Akk - I)^T: the unit diagonal meets an unrounded r
+        b_rb = b_r.to(DT)
+        x = warpgroup_mma(
+            gl.convert_layout(b_rb, A64), A.index(s).permute((1, 0)), b_r - b_rb.to(gl.float32), is_async=True,
+        )
+        b_S = b_S * decay.index(s).load(gl.SliceLayout(0, SK))[None, :]
+        b_vn = warpgroup_mma_wait(0, [x])
+        b_vb = b_vn.to(DT)
 
-        # ---- S^T <- 2^G S^T + vn kg, o^T = scale X_2 + d vn + vn strict(Aqk)^T; meanwhile the other half
-        b_vn = gl.convert_layout(vn.to(dt), A)
-        S0 = warpgroup_mma(b_vn, kg.index(s), S0, is_async=True)
-        if NK == 2:
-            S1 = warpgroup_mma(b_vn, kg.index(2 + s), S1, is_async=True)
+        # ---- S^T <- 2^G S^T + v_new kg, o^T = (scale qg S)^T + v_new Aqk^T; meanwhile the other half
+        x = warpgroup_mma(gl.convert_layout(b_vb, AK), kg.index(s), b_S, is_async=True)
         if EMIT:
-            y = warpgroup_mma(b_vn, sM.index(s).permute((1, 0)), y * scale + b_d * vn, is_async=True)
-        async_copy.wait_group(1)
-        if NK == 2:
-            _build(kb, qg, kg, 1 - s, raw_q, raw_k, raw_g, b_G, 1, EMIT, C32)
-        _mask(sL, sM, 1 - s, EMIT, C16)
-        small.index(1 - s).store(b_small)
-        if EMIT:
-            if NK == 2:
-                S0, S1, y = warpgroup_mma_wait(0, deps=[S0, S1, y])
-            else:
-                S0, y = warpgroup_mma_wait(0, deps=[S0, y])
-            sO.permute((1, 0)).store(y.to(dt))
-        elif NK == 2:
-            S0, S1 = warpgroup_mma_wait(0, deps=[S0, S1])
-        else:
-            S0 = warpgroup_mma_wait(0, deps=[S0])
+            y = diag.index(s).load(gl.SliceLayout(0, S64))[None, :] * (b_vn - b_vb.to(gl.float32))
+            y = warpgroup_mma(b_h, q.index(s).permute((1, 0)), y, is_async=True)
+            y = warpgroup_mma(gl.convert_layout(b_vb, A64), Aq.index(s).permute((1, 0)), y, is_async=True)
+            tma.store_wait(0)                                   # the last o has left its tile
         fence_async_shared()
-        _barrier()                                             # products done, the next chunk's operands are there
-        if NK == 2:
-            _load_keys(raw_q, raw_k, raw_g, q, k, gk, row2h, row2, 1, live - 64, H, HV, K, EMIT, C16, C32)
-        _load_scores(sL, sM, s, Akk, Aqk, row2, live - 64, HV, EMIT, C16)
-        async_copy.commit_group()
+        _barrier()                                              # nobody reads k, A or v any more
+        _fetch_v(d_v, v, bar.index(2), row + 64, c_v, has_v & more, BV)
+        _fetch_keys(d_k, d_A, k.index(s), A.index(s), bar.index(s), row + 128, c_k, c_A, i + 2 < NT)
+        _prepare(k.index(n), q.index(n), kg.index(n), g.index(n), b_gn, scale, n_n, 32, 32, P, EMIT, FULL)
+        _mask_scores(A.index(n), Aq.index(n), n_n, EMIT, FULL, NW)
+        decay.index(n).store(gl.exp2(b_gn))
+        betas.index(n).store(b_beta)
         if EMIT:
-            gl.store(o + row * V + p_o, sO.load(CV), mask=(o_t < live + 64)[:, None])
-        s = 1 - s
-    async_copy.wait_group(0)
+            diag.index(n).store(b_d)
+            b_S, y = warpgroup_mma_wait(0, [x, y])
+            out.permute((1, 0)).store(y.to(DT))
+        else:
+            b_S = warpgroup_mma_wait(0, [x])
+        fence_async_shared()
+        _barrier()                                              # products done, the next chunk's operands are there
+        _fetch_queries(
+            d_q, d_Aq, q.index(s), Aq.index(s), bar.index(s), row + 128, c_k, c_A, i + 2 < NT, EMIT,
+        )
+        _fetch_gates(d_g, g.index(n), bar.index(n), row + 192, c_g, i + 3 < NT, K, EMIT)
+        if EMIT and FULL:
+            tma.async_copy_shared_to_global(d_o, [row.to(gl.int32), c_v], out)
+        elif EMIT:
+            o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, CV))[:, None]
+            o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, CV))[None, :]
+            p_o = row * (HV * V) + i_hv * V + i_v * BV + (o_r * (HV * V) + o_v)
+            gl.store(o + p_o, out.load(CV), mask=(o_r < n_t - i * 64) & (o_v >= 0))
+    if EMIT:
+        tma.store_wait(0)
+    for j in gl.static_range(3):
+        mbarrier.invalidate(bar.index(j))
 
+    m_keep = (o_m < keep * BV) & (o_d >= 0)
     if not EMIT:
-        p_1 = (i_s * HV + i_hv) * (K * W) + p_w
-        gl.store(parts + p_1, S0, mask=m_keep)
-        if NK == 2:
-            gl.store(parts + p_1 + 64 * W, S1, mask=m_keep)
-    if EMIT and ht is not None:
-        gl.store(ht + p_h, S0, mask=m_keep)
-        if NK == 2:
-            gl.store(ht + p_h + 64 * V, S1, mask=m_keep)
+        gl.store(parts + ((i_s * HV + i_hv) * (K * W) + p_w), b_S, mask=m_keep)
+    if EMIT and HAS_HT:
+        gl.store(ht + p_h, b_S, mask=m_keep)
     if EMIT and VARLEN:  # noqa: SIM102  (compile-time and run-time conditions)
         if (i_n == N - 1) & (keep == 1):                       # tokens after the last sequence belong to none
-            b_o = gl.zeros([64, BV], dt, CV)
+            o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, CV))[:, None]
+            o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, CV))[None, :]
+            b_o = gl.zeros([64, BV], DT, CV)
             for i_t in range(n_t, (T - bos).to(gl.int32), 64):
-                gl.store(o + ((bos + i_t) * HV + i_hv) * V + p_o, b_o, mask=(bos + i_t + o_t < T)[:, None])
+                p_o = (bos + i_t) * (HV * V) + i_hv * V + i_v * BV + (o_r * (HV * V) + o_v)
+                gl.store(o + p_o, b_o, mask=(bos + i_t + o_r < T) & (o_v >= 0))
 
 
 # ------------------------------------------------------------------------------------------------------- host code
@@ -451,6 +420,8 @@ def supports(p):
     scans = p.N * p.HV * (p.V // _tile(p))
     if scans > SMS // 2:
         return False, f"needs at most {SMS // 2} scans (sequences x heads x V tiles), got {scans}"
+    if p.B * p.T >= 2**31:
+        return False, f"needs fewer than 2^31 tokens (a descriptor's coordinates), got {p.B * p.T}"
     if p.NT < 4 * MIN_CHUNKS * p.N or not p.N:
         return False, f"needs {4 * MIN_CHUNKS} chunks of 64 tokens a sequence, got {p.NT} in {p.N}"
     return True, ""
@@ -470,10 +441,17 @@ def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens, chunk_offsets):
         H=p.H, HV=p.HV, K=p.K, **cut, ERASED=ERASED, WALK=WALK, num_warps=8,
     )
 
+    def tiles(x, columns):
+        """A descriptor of [64, columns] tiles of the tokens of x."""
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
+        return TensorDescriptor.from_tensor(x.view(p.B * p.T, -1), [64, columns], layout)
+
     def scan(bv, columns, emit):
         scan_kernel[(columns // bv * p.HV * slots,)](
-            q, k, gk, v, beta, Aqk, Akk, h0, segments, start, parts, o, ht, p.scale, p.T, p.N,
-            H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, EMIT=emit, VARLEN=p.varlen, NW=bv // 16, num_warps=bv // 16,
+            *(tiles(x, p.K) for x in (q, k, gk)), tiles(v, bv), tiles(Akk, 64), tiles(Aqk, 64), tiles(o, bv),
+            gk, beta, Aqk, h0, segments, start, parts, o, ht, p.scale, p.T, p.N,
+            H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_HT=ht is not None, EMIT=emit,
+            VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, num_warps=bv // 16,
         )
 
     scan(min(_tile(p), p.K), p.V + p.K, False)
@@ -486,19 +464,34 @@ def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens, chunk_offsets):
 
 SPANS = {"fwd.wy..fwd.out": run}
 
+
+def _descriptor(kind, columns):
+    bits = 32 if kind == "fp32" else 16
+    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
+    return f"tensordesc<{kind}[64, {columns}],{layout}>"
+
+
+def _scan_job(K, V, BV, EMIT, FULL):
+    tiles = {"d_q": K, "d_k": K, "d_g": K, "d_v": BV, "d_A": 64, "d_Aq": 64, "d_o": BV}
+    types = {name: _descriptor("fp32" if name == "d_g" else "bf16", columns) for name, columns in tiles.items()}
+    types |= {name: _TYPES[name] for name in ("gk", "beta", "Aqk", "h0", "segments", "start", "parts", "o", "ht")}
+    types |= {"scale": "fp32", "T": "i32", "N": "i32"}
+    shape = {"H": 16, "HV": 16, "K": K, "V": V, "BV": BV, "HAS_H0": True, "HAS_HT": True}
+    return scan_kernel, types, shape | {"EMIT": EMIT, "VARLEN": not FULL, "FULL": FULL}, BV // 16, 1
+
+
 _TYPES = {
-    "q": "*bf16", "k": "*bf16", "gk": "*fp32", "v": "*bf16", "beta": "*fp32", "Aqk": "*bf16", "Akk": "*bf16",
-    "segments": "*i64", "start": "*i32", "parts": "*fp32", "o": "*bf16", "scale": "fp32", "T": "i32", "N": "i32",
+    "k": "*bf16", "gk": "*fp32", "beta": "*fp32", "Aqk": "*bf16", "h0": "*fp32", "segments": "*i64", "start": "*i32",
+    "parts": "*fp32", "o": "*bf16", "ht": "*fp32", "T": "i32", "N": "i32", "cu_seqlens": "*i64",
+    "chunk_offsets": "*i64",
 }
-_DENSE = {"h0": None, "ht": None, "H": 16, "HV": 16, "VARLEN": False}
-_CUT = {"HV": 16, "K": 128, "L": 8, "P": 8}
-_PACKED = {"cu_seqlens": "*i64", "chunk_offsets": "*i64"}
+_CUT = {"HV": 16, "K": 128, "L": 8, "P": 8, "VARLEN": True}
 COMPILE = [
-    (scan_kernel, _TYPES, _DENSE | {"K": K, "V": V, "BV": BV, "EMIT": EMIT, "NW": BV // 16}, BV // 16, 1)
-    for K, V, BV in ((128, 128, 128), (64, 128, 64), (128, 64, 64)) for EMIT in (True, False)
+    _scan_job(K, V, BV, EMIT, FULL)
+    for K, V, BV, FULL in ((128, 128, 128, True), (128, 128, 128, False), (64, 128, 64, True))
+    for EMIT in (True, False)
 ] + [
-    (reach_kernel, {n: _TYPES[n] for n in ("k", "gk", "beta", "segments", "start", "T", "N")} | _PACKED,
-     _CUT | {"H": 16, "VARLEN": True, "ERASED": ERASED, "WALK": WALK}, 8, 3),
-    (join_kernel, {n: _TYPES[n] for n in ("parts", "start", "T")} | {"chunk_offsets": "*i64"},
-     _CUT | {"V": 128, "BV": 32, "VARLEN": True}, 8, 3),
-]  # fmt: skip
+    (reach_kernel, {n: _TYPES[n] for n in _TYPES if n not in ("Aqk", "h0", "parts", "o", "ht")},
+     _CUT | {"H": 16, "ERASED": ERASED, "WALK": WALK}, 8, 3),
+    (join_kernel, {n: _TYPES[n] for n in ("parts", "start", "T", "chunk_offsets")}, _CUT | {"V": 128, "BV": 32}, 8, 3),
+]

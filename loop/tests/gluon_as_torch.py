@@ -201,8 +201,9 @@ def _language(clock):
         arange=lambda start, end, layout=None: torch.arange(start, end),
         where=lambda mask, a, b: torch.where(mask, a, torch.as_tensor(b, dtype=a.dtype)),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout: x, sum=lambda x, axis: x.sum(axis),
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         program_id=lambda axis: torch.tensor(clock.program),
         allocate_shared_memory=allocate_shared_memory, **layouts, **dtypes,
     )
