@@ -108,26 +108,29 @@ def reach_kernel(
 def join_kernel(
     parts, start, chunk_offsets, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, P: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr,
+    SLOTS: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """In parts [slots, HV, K, V + K], holding (B, M): where M counts, B becomes the state at the segment's end."""
     i_v = tl.program_id(0) % (V // BV)
     i_hv = tl.program_id(0) // (V // BV) % HV
     i_n = (tl.program_id(0) // (V // BV * HV)).to(tl.int64)
     base, n_seg = _sequence(chunk_offsets, i_n, T, L, P, VARLEN)
+    o_s = tl.arange(0, SLOTS)
+    b_start = tl.load(start + (base + o_s) * HV + i_hv, mask=(o_s > 0) & (o_s < n_seg - 1), other=0)
     o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     W: tl.constexpr = V + K
     p_s = parts + (base * HV + i_hv) * (K * W) + o_k[:, None] * W
-    b_s = tl.load(p_s + o_v[None, :], mask=(o_k < (n_seg - 1) * K)[:, None] & (o_v >= 0)[None, :], other=0.0)
-    for s in range(1, n_seg - 1):
-        p_s += HV * K * W
-        b_b = tl.load(p_s + o_v[None, :])
-        if tl.load(start + (base + s) * HV + i_hv) < 0:
-            b_m = tl.load(p_s + V + o_k[None, :])
-            b_b += tl.dot(b_m, b_s, input_precision="tf32x3")
-            tl.store(p_s + o_v[None, :], b_b)
-        b_s = b_b
+    if tl.min(b_start) < 0:
+        b_s = tl.load(p_s + o_v[None, :])
+        for s in range(1, n_seg - 1):
+            p_s += HV * K * W
+            b_b = tl.load(p_s + o_v[None, :])
+            if tl.load(start + (base + s) * HV + i_hv) < 0:
+                b_m = tl.load(p_s + V + o_k[None, :])
+                b_b += tl.dot(b_m, b_s, input_precision="tf32x3")
+                tl.store(p_s + o_v[None, :], b_b)
+            b_s = b_b
 
 
 # -------------------------------------------------------------------------------------- build, emit: scan of segments
@@ -456,7 +459,7 @@ def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens, chunk_offsets):
 
     scan(min(_tile(p), p.K), p.V + p.K, False)
     join_kernel[(p.V // 32 * p.HV * p.N,)](
-        parts, start, chunk_offsets, p.T, HV=p.HV, K=p.K, V=p.V, BV=32, **cut, num_warps=8,
+        parts, start, chunk_offsets, p.T, HV=p.HV, K=p.K, V=p.V, BV=32, SLOTS=256, **cut, num_warps=8,
     )
     scan(_tile(p), p.V, True)
     return {"o": o, "ht": ht}
@@ -493,5 +496,6 @@ COMPILE = [
 ] + [
     (reach_kernel, {n: _TYPES[n] for n in _TYPES if n not in ("Aqk", "h0", "parts", "o", "ht")},
      _CUT | {"H": 16, "ERASED": ERASED, "WALK": WALK}, 8, 3),
-    (join_kernel, {n: _TYPES[n] for n in ("parts", "start", "T", "chunk_offsets")}, _CUT | {"V": 128, "BV": 32}, 8, 3),
+    (join_kernel, {n: _TYPES[n] for n in ("parts", "start", "T", "chunk_offsets")},
+     _CUT | {"V": 128, "BV": 32, "SLOTS": 256}, 8, 3),
 ]
