@@ -23,7 +23,9 @@ CUTE = [
 COMPILE_CUTE = """
 import dataclasses, sys, torch
 import cutlass.cute as cute
+from triton.experimental.gluon._runtime import GluonJITFunction
 from loop import cases, contract, registry, spans
+GluonJITFunction.run = lambda *a, **k: None
 compiled = []
 def compile(*args, compile=cute.compile, **kwargs):
     compiled.append(compile(*args, **{**kwargs, "options": ""}))
