@@ -74,8 +74,8 @@ def reach_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, P: tl.constexpr, VARLEN: tl.constexpr,
     ERASED: tl.constexpr, WALK: tl.constexpr,
 ):
-    """segments[slot] = first token, number of tokens (0: slot not used), sequence, 1 if its first + 2 if its last, where
-    its first chunk's state is. reach[0, slot, head] = chunk from which B is scanned, reach[1, ..] = chunk before which
+    """segments[slot] = first token, number of tokens (0: slot not used), sequence, 1 if its first + 2 if its last,
+    chunk index in h. reach[0, slot, head] = chunk from which B is scanned, reach[1, ..] = chunk before which
     dB is; -1 where M is needed."""
     back = tl.program_id(0) % 2
     i_hv = tl.program_id(0) // 2 % HV
