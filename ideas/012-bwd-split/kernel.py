@@ -686,3 +686,31 @@ def run(
 
 
 SPANS = {"bwd.recompute..bwd.dhu": run}
+
+
+def _descriptor(kind, rows, columns):
+    bits = 32 if kind == "fp32" else 16
+    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
+    return f"tensordesc<{kind}[{rows}, {columns}],{layout}>"
+
+
+def _scan_job(EMIT, FULL, K=128, V=128, BV=128):
+    tiles = {"d_q": K, "d_k": K, "d_v": BV, "d_Aq": 64, "d_A": 64, "d_do": BV, "d_vn": BV, "d_dv": BV}
+    types = {name: _descriptor("bf16", 64, columns) for name, columns in tiles.items()}
+    types |= {"d_g": _descriptor("fp32", 64, K), "d_h": _descriptor("bf16", K, BV), "d_dh": _descriptor("bf16", K, BV)}
+    types |= {"v_new": "*bf16", "dv": "*bf16", "scale": "fp32", "SLOTS": "i32", "segments": "*i64", "reach": "*i32"}
+    types |= dict.fromkeys(("gk", "beta", "h0", "dht", "dh0", "parts"), "*fp32")
+    shape = {"H": 16, "HV": 16, "K": K, "V": V, "BV": BV, "HAS_H0": True, "HAS_DHT": True}
+    return scan_kernel, types, shape | {"EMIT": EMIT, "FULL": FULL}, BV // 16, 1
+
+
+_PACKED = {"chunk_offsets": "*i64", "T": "i32", "SLOTS": "i32", "reach": "*i32"}
+_KEYS = {"k": "*bf16", "gk": "*fp32", "beta": "*bf16", "cu_seqlens": "*i64", "segments": "*i64", "N": "i32"}
+_CUT = {"HV": 16, "K": 128, "L": 8, "P": 8, "VARLEN": True}
+COMPILE = [
+    _scan_job(True, True),
+    _scan_job(True, False),
+    _scan_job(False, True),
+    (reach_kernel, _PACKED | _KEYS, _CUT | {"H": 16, "ERASED": ERASED, "WALK": WALK}, 8, 3),
+    (join_kernel, _PACKED | {"parts": "*fp32"}, _CUT | {"V": 128, "BV": 32, "MOST": 256}, 8, 3),
+]

@@ -12,7 +12,7 @@ import torch
 from kernel_fun._common.problem import KdaProblem
 from loop import inflight, interpreter, registry
 from loop.tests import gluon_as_torch
-from loop.tests.test_bwd_scan_idea import compare, definition, descriptor, on_device, poisoned, stage_inputs
+from loop.tests.test_bwd_scan_idea import compare, definition, on_device, poisoned, stage_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
 SHAPE = {"B": 1, "T": 1024, "H": 1, "HV": 1, "K": 64, "V": 64}
@@ -74,26 +74,8 @@ def test_each_end_is_walked_by_itself():
     assert reach[1, 3] == 4                                                      # from dht
 
 
-def jobs():
-    idea, BV = registry.load("012"), 128
-    tiles = {"d_q": 128, "d_k": 128, "d_v": BV, "d_Aq": 64, "d_A": 64, "d_do": BV, "d_vn": BV, "d_dv": BV}
-    types = {name: descriptor("bf16", 64, columns) for name, columns in tiles.items()}
-    types |= {"d_g": descriptor("fp32", 64, 128), "d_h": descriptor("bf16", 128, BV)}
-    types["d_dh"] = types["d_h"]
-    types |= {"v_new": "*bf16", "dv": "*bf16", "scale": "fp32", "SLOTS": "i32", "segments": "*i64", "reach": "*i32"}
-    types |= dict.fromkeys(("gk", "beta", "h0", "dht", "dh0", "parts"), "*fp32")
-    shape = {"H": 16, "HV": 16, "K": 128, "V": 128, "BV": BV, "HAS_H0": True, "HAS_DHT": True}
-    for emit, full in ((True, True), (True, False), (False, True)):
-        yield idea.scan_kernel, types, shape | {"EMIT": emit, "FULL": full}, BV // 16, 1
-    packed = {"chunk_offsets": "*i64", "T": "i32", "SLOTS": "i32", "reach": "*i32"}
-    cut = {"HV": 16, "K": 128, "L": 8, "P": 8, "VARLEN": True}
-    keys = {"k": "*bf16", "gk": "*fp32", "beta": "*bf16", "cu_seqlens": "*i64", "segments": "*i64", "N": "i32"}
-    yield idea.reach_kernel, packed | keys, cut | {"H": 16, "ERASED": 48.0, "WALK": 32}, 8, 3
-    yield idea.join_kernel, packed | {"parts": "*fp32"}, cut | {"V": 128, "BV": 32, "MOST": 256}, 8, 3
-
-
 def test_compiles_for_hopper():
-    work = list(jobs())
+    work = registry.load("012").COMPILE
     for job, built in zip(work, interpreter.compile_many(work), strict=True):
         assert built.smem <= 227 * 1024
         assert built.spills <= 400              # none in a loop: start states, and what finds the parts afterwards
