@@ -157,6 +157,26 @@ def test_uses_the_torch_of_the_python_in_use_and_pins_what_it_has(tree, tmp_path
     assert pip_calls(tree)[1]["constraints"] == (tree / "constraints.txt").read_text()
 
 
+def test_an_image_that_is_an_environment_keeps_its_pth_files_and_page_templates(tree, tmp_path):
+    image = base_python(tmp_path, torch="2.11.0")
+    base = image.parents[1]
+    (base / "hidden").mkdir()
+    (base / "hidden" / "reached_by_pth.py").touch()
+    (site_of(base) / "some-package.pth").write_text(f"{base / 'hidden'}\n")
+    (base / "share/jupyter/nbconvert/templates").mkdir(parents=True)
+    (base / "share/jupyter/kernels/python3").mkdir(parents=True)
+    made = ladder(tree, python=image)
+    assert made.returncode == 0, made.stderr
+    done = subprocess.run([tree / ".venv/bin/python", "-c", "import reached_by_pth"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tree / ".venv/share/jupyter/nbconvert/templates").is_dir()
+    assert not (tree / ".venv/share/jupyter/kernels").exists()  # they may start the image's Python
+
+    (tree / "constraints.txt").write_text("# other\n")
+    assert "updating" in ladder(tree, python=image).stderr
+    assert (tree / ".venv/share/jupyter/nbconvert").is_symlink()
+
+
 def test_refuses_a_python_that_is_not_tested(tree, tmp_path):
     text = (tree / "ladder").read_text().replace("SUPPORTED = ((3, 11), (3, 12))", "SUPPORTED = ((2, 7),)")
     (tree / "ladder").write_text(text)
