@@ -14,13 +14,20 @@ KEYS = (
 )  # fmt: skip
 
 
+def void(row: rows.Row) -> bool:
+    """Does the row time something else than it says? A packed call replayed from a graph is fla's, because the package
+    declines to be captured with chunk tables that a graph would freeze; such rows were recorded once.
+    """
+    return bool(row.perf and row.perf.timer == "graph" and row.axes.get("varlen"))
+
+
 def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
     """The newest bench row of each (family, case, mode, arm, baseline, device), in that order; `found` is oldest
     first.
     """
     last = {}
     for row in found:
-        if row.kind == "bench":
+        if row.kind == "bench" and not void(row):
             last[row.family, row.case, row.mode, row.arm, row.baseline, row.device] = row
     return [last[key] for key in sorted(last, key=lambda key: tuple(map(str, key)))]
 

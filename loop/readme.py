@@ -3,28 +3,43 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from loop import board, registry, rows
+from loop import board, promote, registry, rows
 
 BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
 
 
 def section(entries: Sequence[dict]) -> str:
-    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs."""
-    shown = [e for e in entries if e["arm"] == "ship" and e["baseline"] == "000" and e["device"] != "cpu"]
+    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs.
+
+    Where the package has no row of its own yet, a promoted idea speaks for it: its file is the shipped one.
+    """
+    promoted = {s.idea.split("-")[0]: family for family in registry.FAMILIES for s in promote.shipped(family)}
+    shown: dict[tuple, dict] = {}
+    for e in entries:
+        if e["baseline"] != "000" or e["device"] == "cpu":
+            continue
+        if e["arm"] == "ship" or promoted.get(e["arm"]) == e["family"]:
+            key = (e["family"], e["case"], e["mode"], e["device"])
+            if key not in shown or e["arm"] == "ship":
+                shown[key] = e
     if not shown:
         return "The package ships nothing yet that has been timed on a GPU."
     lines = [
-        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | row |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | arm | row |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for e in shown:
+    for e in shown.values():
         share = f"{100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else ""
         lines.append(
             f"| {e['family']} {e['case']} | {e['mode']} | {e['baseline_ms']:.2f} | {e['ms']:.2f} | {e['ratio']:.2f} "
-            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | `{e['row_id']}` |"
+            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | {e['arm']} | `{e['row_id']}` |"
         )
-    devices = ", ".join(dict.fromkeys(e["device"] for e in shown))
-    return "\n".join([*lines, "", f"Measured on {devices}. A ratio is fla's time divided by ours in the same process."])
+    devices = ", ".join(dict.fromkeys(e["device"] for e in shown.values()))
+    notes = [f"Measured on {devices}. A ratio is fla's time divided by ours in the same process."]
+    old = sum(bool(e.get("stale")) for e in shown.values())
+    if old:
+        notes.append(f"{old} of {len(shown)} rows are of an earlier source than the present (`stale` on the board).")
+    return "\n".join([*lines, "", " ".join(notes)])
 
 
 def rendered(text: str, entries: Sequence[dict]) -> str:

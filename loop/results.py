@@ -9,9 +9,10 @@ IMPLAUSIBLE = 0.9  # a time below this share of the least bytes' time means that
 CACHE_MULTIPLE = 4  # that test needs tensors well beyond the L2
 
 
-def command(family: str, impls: list[str], case: str, mode: str) -> str:
-    """The command line that repeats a bench."""
-    return f"python -m loop bench {family} --impl {','.join(impls)} --case {case} --mode {mode}"
+def command(family: str, impls: list[str], case: str, mode: str, blocks: int | None = None) -> str:
+    """The command line that repeats a bench; the switches of fla it ran under are in the row's env."""
+    line = f"python -m loop bench {family} --impl {','.join(impls)} --case {case} --mode {mode}"
+    return line if blocks is None else f"{line} --blocks {blocks}"
 
 
 def check_part(result) -> rows.Check:

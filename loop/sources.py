@@ -31,11 +31,18 @@ def combined(shas: list[str]) -> str:
     return shas[0] if len(shas) == 1 else text("+".join(shas))
 
 
+# Of the package, what decides a result or its time: the kernels, and what puts them in order and launches them.
+_COMMON = ("plan.py", "problem.py", "ptx.py")
+_FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")
+
+
 def ship(family: str) -> str:
-    """Hash of every source file of the package that a family's op runs."""
+    """Hash of the package's source files that a family's op computes with."""
     package = registry.root() / "package" / "src" / "kernel_fun"
+    found = [package / "_common" / name for name in _COMMON]
+    found += [path for pattern in _FAMILY for path in (package / family).glob(pattern)]
     digest = hashlib.sha256()
-    for path in sorted([*(package / "_common").rglob("*.py"), *(package / family).rglob("*.py")]):
+    for path in sorted(p for p in found if p.exists()):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -217,11 +217,13 @@ def test_readme_numbers_come_from_rows():
     shown = readme.rendered(
         text, [entry, entry | {"device": "cpu", "row_id": "hidden"}, entry | {"arm": "002", "row_id": "hidden"}]
     )
-    assert "| kda c | fwd | 2.00 | 1.00 | 2.00 | 1.900 to 2.100 | 50 % | `abc` |" in shown
+    assert "| kda c | fwd | 2.00 | 1.00 | 2.00 | 1.900 to 2.100 | 50 % | ship | `abc` |" in shown
+    assert "rows are of an earlier source" not in shown
     assert "old" not in shown
     assert "hidden" not in shown
     assert shown.startswith("head\n")
     assert shown.endswith("\ntail\n")
+    assert "1 of 1 rows are of an earlier source" in readme.rendered(text, [entry | {"stale": True}])
     assert readme.rendered(shown, []) == readme.rendered(text, [])
     with pytest.raises(ValueError, match="expected one"):
         readme.rendered("no marks", [])
