@@ -5,7 +5,7 @@ Delta: the value side in Gluon. A CTA of two warpgroups per SM walks the chunks;
     64 columns a stage, three stages ahead, also across chunks: copies go on while a chunk's sums leave. y = Akk^T dv is
     rounded and stored, in dv's place, under the products that do not need it; [do; y] v_new^T is one product. Nothing
     is read on the host: a kernel zeros what packed calls hold after their last sequence, only in the five outputs.
-Why it should be faster: the value side's 12.9 GB at B16 T8192 H16 K128 V256 (3.1 ms at 4.2 TB/s) came at two thirds of
+Why it should be faster: the value side's 13.2 GB at B16 T8192 H16 K128 V256 (3.1 ms at 4.2 TB/s) came at two thirds of
     that rate, a step's copies waiting for its products and a chunk's first copies for the end of the one before.
 Constraints: sm_90, K = 128, V a multiple of 64, bf16. Any gate (every exponent <= 0), any T, packed sequences, GVA;
     token and state rows below 2^31 (descriptors take 32-bit coordinates).
@@ -793,3 +793,7 @@ SPANS = {"bwd.wy..bwd.beta": run}
 def spans(p):
     return {"bwd.wy..bwd.beta": run_log_gate if p.gate == "log" else run}
 
+
+_TAIL = dict.fromkeys(("dq", "dk", "dv", "dg"), "*bf16") | dict.fromkeys(("N", "T"), "i32")
+_TAIL |= {"dbeta": "*fp32", "cu_seqlens": "*i64"}
+COMPILE = [(zero_tail_kernel, _TAIL, {"HV": 16, "K": K, "V": 256}, 4, 1)]  # value_kernel's descriptors need a test
