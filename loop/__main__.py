@@ -77,12 +77,10 @@ def check(
     out: Out = None,
 ):
     """Check arms against the fp64 oracle, with poisoned memory, guard bands and repeats; record the outcome."""
-    from loop import arms, rows, runner
+    from loop import rows, runner
 
     listed, writer = runner.cases_of(family, case), runner.writer(family, f"check-{impl}", out)
     names = runner.split(impl)
-    for name in names:
-        arms.make(family, name)
     with console.progress() as progress:
         found = runner.check(family, names, listed, seeds, writer, progress)
     console.show(runner.check_table(found))

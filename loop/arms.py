@@ -27,6 +27,10 @@ class ArmError(ValueError):
     """An arm that does not exist or cannot be built; one line."""
 
 
+class BrokenIdea(ArmError):
+    """An arm whose idea is there and does not import, or breaks a rule."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """One implementation of a family's op.
@@ -190,7 +194,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
     try:
         modules = [registry.load(idea) for idea in ideas]
     except registry.IdeaError as err:
-        raise ArmError(str(err)) from err
+        raise BrokenIdea(str(err)) from err
     for idea, module in zip(ideas, modules, strict=True):
         if family != module.FAMILY:
             raise ArmError(f"idea {idea} belongs to {module.FAMILY}, not to {family}")

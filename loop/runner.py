@@ -1,6 +1,7 @@
 """What the `check`, `bench` and `firstcall` commands do between reading their arguments and printing tables."""
 
 import importlib
+import types
 from pathlib import Path
 
 from loop import arms, cases, env, registry, rows
@@ -61,18 +62,46 @@ def writer(name: str, label: str, out: Path | None) -> rows.Writer:
 
 
 def check(name: str, impls: list[str], listed: list, seeds: int, into: rows.Writer, progress) -> list[rows.Row]:
-    """Check every arm on every case; rows are written as they come."""
+    """Check every arm on every case; rows are written as they come. An idea that does not import is a row of its own.
+
+    ValueError, before anything is checked, for an arm that does not exist.
+    """
     from loop import check as work
     from loop import results
 
     found = []
+    for impl in impls:
+        _make(name, impl)
     for number, case in enumerate(listed):
         for impl in impls:
             progress(f"check {impl} on {case.id}", number, len(listed))
-            arm = arms.make(name, impl)
-            cmd = f"python -m loop check {name} --impl {impl} --case {case.id}"
-            found.append(into.write(results.check_row(arm, case, work.check(arm, case, seeds), cmd, into.run_id)))
+            arm, cmd = _make(name, impl), f"python -m loop check {name} --impl {impl} --case {case.id}"
+            if isinstance(arm, arms.BrokenIdea):
+                row = _broken_row(name, impl, case, arm, kind="check", cmd=cmd, run_id=into.run_id)
+            else:
+                row = results.check_row(arm, case, work.check(arm, case, seeds), cmd, into.run_id)
+            found.append(into.write(row))
     return found
+
+
+def _make(name: str, impl: str) -> arms.Arm | arms.BrokenIdea:
+    """The arm, or what is wrong with its idea. ArmError for one that does not exist."""
+    try:
+        return arms.make(name, impl)
+    except arms.BrokenIdea as err:
+        return err
+
+
+def _broken_row(name: str, impl: str, case, why: arms.BrokenIdea, **facts) -> rows.Row:
+    """The row of an arm that could not be built."""
+    from loop import results, sources
+
+    try:
+        sha = sources.arm(name, impl)
+    except registry.IdeaError:  # no kernel.py
+        sha = ""
+    unbuilt = types.SimpleNamespace(family=name, name=impl, source_sha=sha, chain_sha=None)
+    return results.row(unbuilt, case, status="IMPORT_ERROR", reason=str(why), **facts)
 
 
 def bench(
@@ -85,14 +114,23 @@ def bench(
     into: rows.Writer,
     progress,
 ) -> list[rows.Row]:
-    """Check once per case, then time each mode; rows are written after each mode."""
+    """Check once per case, then time each mode; rows are written after each mode. An idea that does not import is a
+    row of its own.
+
+    ValueError, before anything is measured, for an arm that does not exist, or a baseline that does not import.
+    """
+    from loop import results
+
     work = importlib.import_module("loop.bench")
-    wanted = list(dict.fromkeys([*baselines, *impls]))
-    for impl in wanted:  # before anything is measured
+    for impl in baselines:
         arms.make(name, impl)
+    wanted = list(dict.fromkeys([*baselines, *impls]))
+    for impl in impls:
+        _make(name, impl)
     found = []
     for case in listed:
-        checks, built = {}, [arms.make(name, impl) for impl in wanted]
+        checks, made = {}, {impl: _make(name, impl) for impl in wanted}
+        built = [arm for arm in made.values() if isinstance(arm, arms.Arm)]
         for mode in modes:
 
             def say(what, done, total, where=f"{case.id} {mode}"):
@@ -101,6 +139,13 @@ def bench(
             found += work.bench(
                 name, built, case, mode, checks=checks, baselines=baselines, blocks=blocks, writer=into, progress=say
             )
+            cmd = results.command(name, wanted, case.id, mode)
+            facts = {"kind": "bench", "mode": mode, "baseline": baselines[0], "cmd": cmd, "run_id": into.run_id}
+            found += [
+                into.write(_broken_row(name, impl, case, arm, **facts))
+                for impl, arm in made.items()
+                if isinstance(arm, arms.BrokenIdea)
+            ]
     return found
 
 

@@ -61,7 +61,7 @@ def test_as_a_module():
         ("bench cconv --impl 000 --case tinny", "case 'tinny' is unknown in cconv; closest: tiny"),
         ("bench cconv --impl 000 --mode fwdbd", "mode 'fwdbd' is unknown (did you mean fwdbwd"),
         ("bench cconv --impl , --case tiny", "give at least one name"),
-        ("bench kda --impl 007 --case tiny", "007-broken does not import: kernel.py:1: NameError"),
+        ("bench kda --impl 000 --baseline 007 --case tiny", "007-broken does not import: kernel.py:1: NameError"),
         ("check kda --impl 008", "no arm '008'"),
         ("firstcall cconv --impl 00 --case tiny", "no arm '00'"),
         ("promote 008", "no idea '008'"),
@@ -162,6 +162,21 @@ def test_failures_are_rows_and_the_code_is_1(ladder, add_idea, tmp_path):
     assert "WRONG_VALUE" in out
     base, bad = rows.read(tmp_path)
     assert (base.status, bad.status, bad.perf) == ("PASSED", "WRONG_VALUE", None)
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_an_idea_that_does_not_import_is_a_row_and_the_others_run(ladder, add_idea, tmp_path, command):
+    add_idea("007", "broken", "boom\n")
+    flags = ("--mode", "fwd", "--blocks", "1") if command == "bench" else ()
+    args = ("cconv", "--impl", "007,000", "--case", "tiny", "--out", str(tmp_path), *flags)
+    code, out, err = ladder(command, *args)
+    assert code == 1, err
+    assert "NameError" in out
+    found = {r.arm: r for r in rows.read(tmp_path)}
+    assert {name: r.status for name, r in found.items()} == {"007": "IMPORT_ERROR", "000": "PASSED"}
+    assert "007-broken does not import: kernel.py:1: NameError" in found["007"].reason
+    assert found["007"].code_sha == registry.source_sha("007")
+    assert (found["007"].kind, found["007"].case) == (command, "tiny")
 
 
 def test_an_interruption_leaves_complete_rows(ladder, tmp_path, monkeypatch):
