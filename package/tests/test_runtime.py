@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 
 import pytest
 import torch
@@ -66,13 +67,63 @@ def test_gradients_accumulate_over_two_backwards():
     assert torch.equal(tensors["q"].grad, 2 * once)
 
 
-@pytest.mark.parametrize("operator", [chunk_kda, causal_conv1d])
-def test_a_second_derivative_is_an_error(operator):
-    tensors, flags = kda() if operator is chunk_kda else conv()
+SECOND = {"chunk_kda": (chunk_kda, kda), "causal_conv1d": (causal_conv1d, lambda: conv(residual=True))}
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("loss", ["sum", "square"])
+def test_a_second_derivative_is_an_error(name, loss):
+    """Also when the gradient that arrives needs none (`sum`), and whichever tensor is asked for."""
+    operator, make = SECOND[name]
+    tensors, flags = make()
+    o = operator(**tensors, **flags)[0]
     first = next(iter(tensors.values()))
-    (grad,) = torch.autograd.grad(operator(**tensors, **flags)[0].square().sum(), first, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    (grad,) = torch.autograd.grad(getattr(o, loss)().sum(), first, create_graph=True)
+    assert grad.requires_grad
+    penalised = grad.square().sum() + o.sum()
+    for t in tensors.values():
+        with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+            torch.autograd.grad(penalised, t, retain_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+        penalised.backward()
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_derivative_for_what_weighs_the_output_is_an_error(name):
+    operator, make = SECOND[name]
+    tensors, flags = make()
+    o = operator(**tensors, **flags)[0]
+    weights = torch.ones(o.shape[-1], dtype=o.dtype, requires_grad=True)
+    (grad,) = torch.autograd.grad((o * weights).sum(), next(iter(tensors.values())), create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+        torch.autograd.grad(grad.sum(), weights)
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_create_graph_alone_changes_no_gradient(name, how):
+    """Recorded but not differentiated again: the same gradients, which an optimizer can clip and use."""
+    operator, make = SECOND[name]
+    found = []
+    for create_graph in (False, True):
+        tensors, flags = make()
+
+        def call(*inputs, names=tuple(tensors), flags=flags):
+            return operator(**dict(zip(names, inputs, strict=True)), **flags)[0]
+
+        if how == "plain":
+            o = call(*tensors.values())
+        else:
+            o = checkpoint(call, *tensors.values(), use_reentrant=how == "reentrant")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+            o.square().sum().backward(create_graph=create_graph)
+        torch.nn.utils.clip_grad_norm_(tensors.values(), 1.0)
+        found.append([t.grad for t in tensors.values()])
+        for t in tensors.values():
+            t.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not any(grad.requires_grad for grad in found[0])
 
 
 def test_an_input_changed_before_the_backward_is_an_error():
