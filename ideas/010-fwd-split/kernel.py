@@ -53,6 +53,26 @@ def _sequence(chunk_offsets, i_n, T, L: tl.constexpr, P: tl.constexpr, VARLEN: t
     return base, n_seg
 
 
+@triton.jit
+def _bits(k, gk, beta, bos, n_t, at, step, both, i_h, i_hv, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+    """How much chunk `at` of n_t tokens from bos on, and chunk `at + step` if `both`, shrink any state: -log2 of bounds
+    of their maps' norms. Two at a time, as the walk waits for memory."""
+    o_r = tl.arange(0, 128)
+    o_k = tl.arange(0, K)
+    o_t = (at + o_r // 64 * step) * 64 + o_r % 64
+    live = (o_t >= 0) & (o_t < n_t) & ((o_r < 64) | both)
+    m = live[:, None] & (o_k >= 0)[None, :]
+    row = bos + o_t
+    p_g = gk + (row[:, None] * HV + i_hv) * K + o_k[None, :]
+    b_g = tl.load(p_g, mask=m, other=0.0) - tl.load(p_g - HV * K, mask=m & (o_r % 64 > 0)[:, None], other=0.0)
+    b_k = tl.load(k + (row[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+    b_b = tl.load(beta + row * HV + i_hv, mask=live, other=0.0).to(tl.float32)
+    slowest = tl.max(tl.where(b_g == b_g, b_g, 0.0), 1)           # after a gate of -inf the difference says nothing
+    grows = tl.maximum(tl.abs(1.0 - b_b * tl.sum(b_k * b_k, 1)), 1.0)
+    b_x = tl.where(live, -slowest - tl.log2(grows), 0.0)
+    return tl.sum(tl.where(o_r < 64, b_x, 0.0)), tl.sum(tl.where(o_r < 64, 0.0, b_x))
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def reach_kernel(
     k, gk, beta, cu_seqlens, chunk_offsets, segments, start, T, N,
@@ -86,20 +106,17 @@ def reach_kernel(
         tl.store(segments + i_s * 4 + 2, i_n)
         tl.store(segments + i_s * 4 + 3, first.to(tl.int64) + 2 * last.to(tl.int64))
 
-    o_t = tl.arange(0, 64)
-    o_k = tl.arange(0, K)
-    bits = tl.where(used & (s < n_seg - 1), 0.0, ERASED)         # nothing follows the last segment
-    at = L
-    while (bits < ERASED) & (at > tl.maximum(L - WALK, 0)):
-        at -= 1
-        row = bos + at * 64 + o_t
-        p_g = gk + (row[:, None] * HV + i_hv) * K + o_k[None, :]
-        b_g = tl.load(p_g) - tl.load(p_g - HV * K, mask=(o_t > 0)[:, None] & (o_k >= 0)[None, :], other=0.0)
-        b_k = tl.load(k + (row[:, None] * H + i_hv // (HV // H)) * K + o_k[None, :]).to(tl.float32)
-        b_b = tl.load(beta + row * HV + i_hv).to(tl.float32)
-        slowest = tl.max(tl.where(b_g == b_g, b_g, 0.0), 1)       # after a gate of -inf the difference says nothing
-        grows = tl.maximum(tl.abs(1.0 - b_b * tl.sum(b_k * b_k, 1)), 1.0)
-        bits -= tl.sum(slowest + tl.log2(grows))
+    bits = tl.where(used & (s < n_seg - 1), 0.0, ERASED)         # nothing follows the last segment; the others are full
+    most = tl.minimum(L, WALK)
+    n = 0
+    while (bits < ERASED) & (n < most):
+        near, far = _bits(
+            k, gk, beta, bos, n_t, L - 1 - n, -1, n + 1 < most, i_hv // (HV // H), i_hv, H, HV, K,
+        )
+        one = (bits + near >= ERASED) | (n + 1 >= most)
+        bits += near + tl.where(one, 0.0, far)
+        n += tl.where(one, 1, 2)
+    at = L - n
     at = tl.where(bits < ERASED, tl.where(first, 0, -1), at)      # the first segment's S_in is known
     tl.store(start + i_s * HV + i_hv, at.to(tl.int32))
 

@@ -54,18 +54,23 @@ def _sequence(chunk_offsets, i_n, T, L: tl.constexpr, P: tl.constexpr, VARLEN: t
 
 
 @triton.jit
-def _bits(k, gk, beta, row, live, i_h, i_hv, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
-    """How much the first `live` rows of the chunk at `row` shrink any state: -log2 of a bound of their map's norm."""
-    o_t = tl.arange(0, 64)
+def _bits(k, gk, beta, bos, n_t, at, step, both, i_h, i_hv, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+    """How much chunk `at` of n_t tokens from bos on, and chunk `at + step` if `both`, shrink any state: -log2 of bounds
+    of their maps' norms. Two at a time, as the walk waits for memory."""
+    o_r = tl.arange(0, 128)
     o_k = tl.arange(0, K)
-    m = (o_t < live)[:, None] & (o_k >= 0)[None, :]
-    p_g = gk + ((row + o_t)[:, None] * HV + i_hv) * K + o_k[None, :]
-    b_g = tl.load(p_g, mask=m, other=0.0) - tl.load(p_g - HV * K, mask=m & (o_t > 0)[:, None], other=0.0)
-    b_k = tl.load(k + ((row + o_t)[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
-    b_b = tl.load(beta + (row + o_t) * HV + i_hv, mask=o_t < live, other=0.0).to(tl.float32)
+    o_t = (at + o_r // 64 * step) * 64 + o_r % 64
+    live = (o_t >= 0) & (o_t < n_t) & ((o_r < 64) | both)
+    m = live[:, None] & (o_k >= 0)[None, :]
+    row = bos + o_t
+    p_g = gk + (row[:, None] * HV + i_hv) * K + o_k[None, :]
+    b_g = tl.load(p_g, mask=m, other=0.0) - tl.load(p_g - HV * K, mask=m & (o_r % 64 > 0)[:, None], other=0.0)
+    b_k = tl.load(k + (row[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+    b_b = tl.load(beta + row * HV + i_hv, mask=live, other=0.0).to(tl.float32)
     slowest = tl.max(tl.where(b_g == b_g, b_g, 0.0), 1)           # after a gate of -inf the difference says nothing
     grows = tl.maximum(tl.abs(1.0 - b_b * tl.sum(b_k * b_k, 1)), 1.0)
-    return -tl.sum(tl.where(o_t < live, slowest + tl.log2(grows), 0.0))
+    b_x = tl.where(live, -slowest - tl.log2(grows), 0.0)
+    return tl.sum(tl.where(o_r < 64, b_x, 0.0)), tl.sum(tl.where(o_r < 64, 0.0, b_x))
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -110,11 +115,14 @@ def reach_kernel(
     i_h = i_hv // (HV // H)
     end = tl.where(back == 1, first, last)                       # beyond it nothing is built
     bits = tl.where(used & (end == 0), 0.0, ERASED)
+    most = tl.minimum(chunks, WALK)
     n = 0
-    while (bits < ERASED) & (n < tl.minimum(chunks, WALK)):
+    while (bits < ERASED) & (n < most):
         at = tl.where(back == 1, n, chunks - 1 - n)
-        bits += _bits(k, gk, beta, bos + at * 64, n_t - at * 64, i_h, i_hv, H, HV, K)
-        n += 1
+        near, far = _bits(k, gk, beta, bos, n_t, at, 2 * back - 1, n + 1 < most, i_h, i_hv, H, HV, K)
+        one = (bits + near >= ERASED) | (n + 1 >= most)
+        bits += near + tl.where(one, 0.0, far)
+        n += tl.where(one, 1, 2)
     known = tl.where(back == 1, last, first)                     # what is beyond is given
     n = tl.where(bits < ERASED, tl.where(known, chunks, -1), n)
     n = tl.where((back == 0) & (n >= 0), chunks - n, n)
