@@ -43,10 +43,18 @@ def test_operators_follow_a_change_in_place():
 
 
 def test_the_host_copy_is_used_and_watched_too():
-    cu, host = torch.tensor([0, 30, 70]), torch.tensor([0, 30, 70])
+    """`cu` has no values to read here, as on a GPU that nobody waits for."""
+    cu, host = torch.tensor([0, 30, 70], device="meta"), torch.tensor([0, 30, 70])
     assert packed.describe(cu, host).NT == 2
     host[1] = 65
     assert packed.describe(cu, host).NT == 3
+
+
+def test_another_host_copy_at_the_same_address_is_another():
+    cu = torch.tensor([0, 30, 70], device="meta")
+    for n in range(8):  # each host copy is freed before the next is made, whose id is then often the same
+        first, chunks = ((30, 2), (65, 3))[n % 2]
+        assert packed.describe(cu, torch.tensor([0, first, 70])).NT == chunks
 
 
 def test_inference_tensors_are_never_remembered():
@@ -71,3 +79,24 @@ def test_tables_go_with_their_tensor():
 def test_bad_values_are_named(bad):
     with pytest.raises(ValueError, match="cu_seqlens must"):
         packed.describe(torch.tensor(bad))
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, causal_conv1d])
+def test_a_host_copy_that_is_none_is_named(operator):
+    tensors, flags = (kda if operator is chunk_kda else conv)(sequences=(30, 40), T=70)
+    want = operator(**tensors, **flags)[0]
+    assert torch.equal(operator(**tensors, **flags, cu_seqlens_cpu=torch.tensor([0, 30, 70]).int())[0], want)
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu is \[0, 20, 70\], cu_seqlens \[0, 30, 70\]: the one must"):
+        operator(**tensors, **flags, cu_seqlens_cpu=torch.tensor([0, 20, 70]))
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu is \[4\], cu_seqlens \[3\]: the one must be a copy"):
+        operator(**tensors, **flags, cu_seqlens_cpu=torch.tensor([0, 20, 30, 70]))
+
+
+def test_a_host_copy_is_held_to_the_tokens_and_the_shape_without_a_wait():
+    """As on a GPU: `cu` has no values to read, so reading them would be an error of its own."""
+    x, cu = torch.zeros(1, 70, 6, device="meta"), torch.zeros(3, dtype=torch.long, device="meta")
+    assert packed.of_call("x", x, cu, torch.tensor([0, 30, 70])).total == 70
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu .as cu_seqlens should. ends at 71, but x has T=70"):
+        packed.of_call("x", x, cu, torch.tensor([0, 30, 71]))
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu is \[2\], cu_seqlens \[3\]"):
+        packed.of_call("x", x, cu, torch.tensor([0, 70]))

@@ -5,6 +5,7 @@ tied to the tensor's version counter, which every in-place change moves, and it 
 copy of `cu_seqlens` made at the same moment: fla keeps tables by a tensor's identity alone, and a backward must see
 what its forward saw.
 """
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -31,26 +32,47 @@ class Packed(NamedTuple):
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _version(t: torch.Tensor | None):
-    """A value that changes when `t` is changed in place; None when torch does not track that (inference tensors)."""
-    if t is None:
-        return ()
-    return None if t.is_inference() else (id(t), t._version)
+class _Seen:
+    """A tensor as it was when read: the tensor itself, by a weak reference (an id may come again), and its version.
+    Inference tensors have none, so they never pass as unchanged.
+    """
+
+    def __init__(self, t: torch.Tensor | None):
+        self.ref = None if t is None else weakref.ref(t)
+        self.version = None if t is None or t.is_inference() else t._version
+
+    def unchanged(self, t: torch.Tensor | None) -> bool:
+        if t is None or self.ref is None:
+            return t is None and self.ref is None
+        return self.ref() is t and not t.is_inference() and self.version == t._version
 
 
 def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:
     """Read `cu_seqlens` [N+1] (or its copy on the host, without waiting for the GPU). ValueError says what is wrong
-    with it.
+    with it, or that the two differ: in shape, and, where `cu_seqlens` is on the CPU too, in their values.
     """
-    stamp = (_version(cu_seqlens), _version(cu_seqlens_cpu))
     hit = _cache.get(cu_seqlens)
-    if hit is not None and hit[0] == stamp:
-        return hit[1]
+    if hit is not None and hit[0].unchanged(cu_seqlens) and hit[1].unchanged(cu_seqlens_cpu):
+        return hit[2]
+    seen = _Seen(cu_seqlens), _Seen(cu_seqlens_cpu)
     host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().cpu()
     packed = _tables(host, cu_seqlens)
-    if None not in stamp:
-        _cache[cu_seqlens] = (stamp, packed)
+    if cu_seqlens_cpu is not None:
+        _compare(cu_seqlens, host)
+    if not cu_seqlens.is_inference():
+        _cache[cu_seqlens] = (*seen, packed)
     return packed
+
+
+def _compare(cu_seqlens: torch.Tensor, host: torch.Tensor) -> None:
+    """ValueError when the host's copy is none, as far as that shows without waiting for a GPU."""
+    if cu_seqlens.shape != host.shape:
+        got = f"cu_seqlens_cpu is {list(host.shape)}, cu_seqlens {list(cu_seqlens.shape)}"
+    elif cu_seqlens.is_cpu and not torch.equal(cu_seqlens.detach().to(host.dtype), host):
+        got = f"cu_seqlens_cpu is {host.tolist()}, cu_seqlens {cu_seqlens.tolist()}"
+    else:
+        return
+    raise ValueError(f"{got}: the one must be a copy of the other")
 
 
 def of_call(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> Packed | str:
@@ -66,7 +88,8 @@ def of_call(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu
         return "cu_seqlens under CUDA graph capture (its chunk tables would be frozen into the graph)"
     found = describe(cu_seqlens, cu_seqlens_cpu)
     if found.total > T:
-        raise ValueError(f"cu_seqlens ends at {found.total}, but {name} has T={T} tokens")
+        said = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu (as cu_seqlens should)"
+        raise ValueError(f"{said} ends at {found.total}, but {name} has T={T} tokens")
     return found if found.starts_at_zero else "cu_seqlens does not start at 0"
 
 
