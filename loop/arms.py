@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kernel_fun._common import support
-from loop import interpreter, registry, sources
+from loop import held, interpreter, registry, sources
 from loop.inputs import LEAVES as TENSORS
 
 
@@ -38,7 +38,7 @@ class Arm:
     op(inputs, grad=True) -> (result, ht): `inputs` as `loop.inputs.make` gives them; results as fla returns them (ht is
     None unless the case asks for it). supports(case) -> (ok, reason). `source_sha` is of the arm's own source when it
     was made, `chain_sha` of the shipped chain around an idea. `stages(case)` names what runs each step, where that is
-    known.
+    known. `modules` are the ideas in it, `held` runs it with their steps held to the contract (`loop.held`).
     """
 
     name: str
@@ -49,10 +49,17 @@ class Arm:
     run: Callable
     supports: Callable[[object], tuple[bool, str]]
     stages: Callable[[object], tuple[str, ...]]
+    modules: tuple = ()
+    held: Callable | None = None
 
     def op(self, inputs, grad: bool = True):
         with torch.set_grad_enabled(grad):
             return self.run(inputs)
+
+    def held_op(self, inputs, grad: bool = True):
+        """`op` as a check runs it: raises Rejected where a step of an idea breaks the contract."""
+        with torch.set_grad_enabled(grad):
+            return (self.held or self.run)(inputs)
 
     def current_sha(self) -> str:
         """The arm's source as it is on disk now."""
@@ -203,13 +210,13 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
 
     def supports(case):
         for idea, module in zip(ideas, modules, strict=True):
-            ok, reason = module.supports(case.problem(arch()))
+            ok, reason = registry.supports(module, case.problem(arch()))
             if not ok:
                 return False, f"{idea}: {reason}"
         return True, ""
 
-    def plan(p):
-        return chain.make_plan(p, ideas=modules, base="fla" if on_gpu() else "reference", shipped=shipped)
+    def plan(p, ideas=modules):
+        return chain.make_plan(p, ideas=ideas, base="fla" if on_gpu() else "reference", shipped=shipped)
 
     around = "the plain-torch chain, interpreted"
     if on_gpu():
@@ -224,6 +231,8 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         plan_runner(family, plan),
         supports,
         lambda case: plan(case.problem(arch())).sources(),
+        tuple(modules),
+        plan_runner(family, lambda p: plan(p, [held.held(module) for module in modules])),
     )
 
 

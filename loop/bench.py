@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from loop import arms, calls, cases, check, inputs, nvml, results, stats, verdict
+from loop import arms, calls, cases, check, inputs, nvml, registry, results, stats, verdict
 from loop.lanes import ContextLost, Lane, Run, drop, guarded, one_line, stop_if_lost
 from loop.rows import Row, Writer
 
@@ -84,7 +84,10 @@ def bench(
 
 def _admit(arm: arms.Arm, case, mode: str, checks: dict, progress) -> tuple[str, str] | None:
     """None when the arm may be timed; else the status and reason of its row."""
-    ok, reason = arm.supports(case)
+    try:
+        ok, reason = arm.supports(case)
+    except registry.IdeaError as err:
+        return "ERROR", str(err)
     if not ok:
         return "UNSUPPORTED", reason
     if arm.name not in checks:

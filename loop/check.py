@@ -5,22 +5,25 @@ every buffer between guard bands (`loop.poison`), and shows, in this order: noth
 input changed, the outputs have the contract's dtypes and shapes and are finite, the same inputs give the same bits
 whatever uninitialised memory holds, new values in the same buffers give new results and leave the old ones alone, the
 work waits for the caller's stream, and each output is as close to the fp64 oracle as its budget and fla's own error
-ask."""
+ask. On a tiny case it also holds each span of an idea against its stages in fp64, tensor by tensor: what one stage does
+wrong can be too little to show in the outputs."""
 
 import secrets
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from . import cases, compare, contract, inputs, poison
+from . import cases, compare, contract, held, inputs, poison, registry, spans
 from .compare import same_bits
 from .measure import Measured
 from .verdict import CheckError, CheckResult, Rejected, Status, issue
 
 RUNS = 3  # on a GPU; a CPU runs one program at a time, so two runs say as much
 PLAUSIBLE = 0x3F  # a byte that makes finite, ordinary numbers in every format (0.75 in bf16 and fp32)
+CANCELS = ("dA_log",)  # a sum that may vanish: the oracle holds the whole op's against the size of its terms
 SLEEP_CYCLES = 600_000_000  # about 0.3 s: longer than it takes to launch a call
 
 
@@ -53,8 +56,10 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
     except Rejected as no:
         status, message = no.status, no.message
         session.errors |= no.errors
+    except registry.IdeaError as err:
+        status, message = Status.ERROR, str(err)
     except Exception as err:
-        status, message = Status.ERROR, f"{type(err).__name__}: {' '.join(str(err).split())[:300]}"
+        status, message = Status.ERROR, _raised(arm, err)
         detail = traceback.format_exc()
     return CheckResult(
         family=case.family,
@@ -74,6 +79,16 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
     )
 
 
+def _raised(arm, err: Exception) -> str:
+    """An exception in one line, with the line of the idea's kernel.py that it passed through."""
+    for module in getattr(arm, "modules", ()):
+        path = Path(module.__file__)
+        said = registry.where(err, path)
+        if said.startswith(path.name):
+            return f"{held.name(module)}/{said}"
+    return registry.where(err, Path())
+
+
 class _Session:
     """The steps of one check. Each raises Rejected, or notes in `proofs` what it has shown."""
 
@@ -85,6 +100,7 @@ class _Session:
         baseline = None if device.type == "cpu" or baseline == arm.name else baseline
         self.values = Measured(case, tuple(self.expected), baseline, grad)
         self.errors, self.proofs = {}, {}
+        self.op = getattr(arm, "held_op", arm.op)
 
     def run(self):
         given = self._load(inputs.make(self.case, self.seeds[0], self.device))
@@ -107,6 +123,7 @@ class _Session:
         self._check_stream(given, kept)
         self.errors |= self.values.errors()
         self.proofs |= self.values.proofs(self.errors)
+        self._check_spans()
 
     # ---------------------------------------------------------------------------------------------------- running it
     def _load(self, values):
@@ -131,7 +148,7 @@ class _Session:
         """One call of the arm, poisoned; raises when it wrote past a buffer of its own or of the inputs."""
         self._sync()  # what an arm does on a stream of its own is `_check_stream`'s to show, not a race here
         with poison.Poison(body=body, band=band) as poisoned:
-            outputs = inputs.run(self.arm.op, self.inputs, self.grad)
+            outputs = inputs.run(self.op, self.inputs, self.grad)
             self._sync()
         trespassed = poisoned.trespassed() + poison.trespassed(self.guards)
         if trespassed:
@@ -184,6 +201,22 @@ class _Session:
             if torch.isfinite(other[bad[0]]).all():
                 raise Rejected(status, f"{text}; {why}")
         raise Rejected(Status.NON_FINITE, text)
+
+    def _check_spans(self):
+        """Each span of an idea by itself; a tiny case alone, where that takes no time to speak of."""
+        modules = getattr(self.arm, "modules", ())
+        if not modules or "tiny" not in self.case.tags:
+            return
+        count = 0
+        for module in modules:
+            found = spans.check_spans(module, self.case, self.seeds[0], self.device, self.grad)
+            found = [e for e in found if e.tensor not in CANCELS]
+            wrong = sorted((e for e in found if not e.ok), key=lambda e: -e.rel_rms / max(e.budget, 1e-30))
+            if wrong:
+                said = "; ".join(map(str, wrong[:3]))
+                raise Rejected(Status.WRONG_VALUE, f"{held.name(module)}: {said}")
+            count += len(found)
+        self.proofs["spans"] = f"{count} tensors of the idea's spans within their budgets, against fp64 stages"
 
     def _execute_filled(self, body, band):
         """Run with other bytes in uninitialised memory and, with `band`, around every buffer."""
@@ -246,7 +279,7 @@ class _Session:
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(SLEEP_CYCLES)
             self._refill(values)
-            outputs = inputs.run(self.arm.op, self.inputs, self.grad)
+            outputs = inputs.run(self.op, self.inputs, self.grad)
             seen = {n: None if t is None else t.clone() for n, t in outputs.items()}
         torch.cuda.synchronize()
         different = self._differs(kept, seen)

@@ -163,15 +163,15 @@ def _execute(source: bytes, path: Path, name: str) -> ModuleType:
         exec(compile(source, str(path), "exec"), module.__dict__)
     except Exception as err:
         sys.modules.pop(name, None)
-        raise IdeaError(f"ideas/{path.parent.name} does not import: {_where(err, path)}") from err
+        raise IdeaError(f"ideas/{path.parent.name} does not import: {where(err, path)}") from err
     return module
 
 
-def _where(err: Exception, path: Path) -> str:
+def where(err: Exception, path: Path) -> str:
     """`kernel.py:12: NameError: ...` from an exception's traceback, in one line."""
     lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(path)]
     at = f"kernel.py:{lines[-1]}: " if lines else ""
-    return f"{at}{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+    return f"{at}{type(err).__name__}: {' '.join(str(err).split())[:300]}"
 
 
 def check_source(source: bytes, path: Path) -> None:
@@ -262,6 +262,19 @@ def _validate_function(fn, span: str, known: set[str], where: str) -> None:
                 f"{where}: the function of span {span!r} reads {parameter.name!r}, which the chain does not have"
                 f"{closest(parameter.name, known)}"
             )
+
+
+def supports(module: ModuleType, p) -> tuple[bool, str]:
+    """What the idea's supports(p) says. IdeaError in one line when it raises or returns anything else."""
+    path = Path(module.__file__)
+    at = f"ideas/{path.parent.name}/kernel.py: supports(p)"
+    try:
+        found = module.supports(p)
+    except Exception as err:
+        raise IdeaError(f"{at} raised {where(err, path)}") from err
+    if not (isinstance(found, tuple) and [type(x) for x in found] == [bool, str]):
+        raise IdeaError(f"{at} returned {' '.join(repr(found).split())[:100]}; expected (True, '') or (False, reason)")
+    return found
 
 
 def lint(idea_id: str) -> list[str]:

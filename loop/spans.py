@@ -15,7 +15,7 @@ from kernel_fun._common import packed
 from kernel_fun._common.plan import make_step
 from kernel_fun._common.problem import CHUNK, INTERPRETER
 
-from . import compare, contract, inputs, poison
+from . import compare, contract, held, inputs, poison
 from .cases import Case
 from .oracle import fp64_problem
 from .tensors import OP_NAMES
@@ -37,9 +37,15 @@ class SpanError:
     def ok(self) -> bool:
         return self.rel_rms <= self.budget
 
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else f"too far, worst at {list(self.worst)}"
+        apart = f"{self.tensor} is {self.rel_rms:.2e} from its stages in fp64 (budget {self.budget:.0e})"
+        return f"{self.span}: {apart}: {verdict}"
 
-def check_spans(module, case: Case, seed: int = 0, device=None) -> list[SpanError]:
-    """Errors of every tensor that the idea's spans write, in order of the chain; on the GPU if there is one.
+
+def check_spans(module, case: Case, seed: int = 0, device=None, grad: bool = True) -> list[SpanError]:
+    """Errors of every tensor that the idea's spans write, in order of the chain; on the GPU if there is one. Without
+    `grad`, of the forward alone.
 
     Rejected when a span writes out of bounds or breaks the contract's shapes, dtypes or None. CheckError when the
     module is of another family or does not support the case."""
@@ -51,11 +57,13 @@ def check_spans(module, case: Case, seed: int = 0, device=None) -> list[SpanErro
     if not ok:
         raise CheckError(f"the module does not support {case.id}: {reason}")
     found = []
-    for span, fn in module.SPANS.items():
+    for span, fn in held.of(module, p).items():
         names = contract.parse_span(case.family, span)
+        if not grad and names[0].startswith("bwd"):
+            continue
         env, meta = operands(case, p, names[0], seed, device)
         step = _step(case.family, span, fn, getattr(module, "WRITES", {}).get(span))
-        found += _compare(case, p, span, names, step, env, meta)
+        found += _compare(case, p, module, span, names, step, env, meta)
     return found
 
 
@@ -89,7 +97,7 @@ def _reference_step(family: str, stage: str, p):
     return _step(family, stage, table[stage])
 
 
-def _compare(case, p, span, names, step, env, meta) -> list[SpanError]:
+def _compare(case, p, module, span, names, step, env, meta) -> list[SpanError]:
     guards, given = [], dict(env)
     for name in step.reads:
         if env[name] is not None:
@@ -97,6 +105,7 @@ def _compare(case, p, span, names, step, env, meta) -> list[SpanError]:
             guards.append(guard)
     with poison.Poison() as poisoned, torch.no_grad():
         got = step(given, meta)
+        held.require(module, span, p, step.writes, got)
         if any(t is not None and t.is_cuda for t in got.values()):
             torch.cuda.synchronize()
     trespassed = poisoned.trespassed() + poison.trespassed(guards)
@@ -116,15 +125,8 @@ def _widen(env: dict) -> dict:
 
 def _error(case, p, span, name, last, got, want, meta) -> SpanError | None:
     t = contract.tensor(case.family, name, last, written=True)
-    there = contract.present(t, p)
-    if (got is not None) != there:
-        raise Rejected(
-            Status.WRONG_DTYPE, f"{span}: {name} is {'a tensor' if got is not None else 'None'}, not as written"
-        )
-    if not there:
+    if not contract.present(t, p):
         return None
-    if tuple(got.shape) != contract.shape(t, p):
-        raise Rejected(Status.WRONG_DTYPE, f"{span}: {name} is {list(got.shape)}, not {list(contract.shape(t, p))}")
     if name in _AS_READ:
         got, want = (_AS_READ[name](x, _rows(p, meta, x.device)) for x in (got, want))
     found = compare.difference(got, want)
@@ -150,7 +152,7 @@ def _lower(Aqk: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _steps(gk: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Only differences are read, and below a decay of 2^-32 all are alike."""
     before = torch.where((rows == 0)[..., None, None], 0, gk.roll(1, 1))
-    return (gk - before).clamp_min(-32)
+    return torch.where(gk.isneginf(), -32, gk - before).clamp_min(-32)
 
 
 _AS_READ = {"Aqk": _lower, "gk": _steps}

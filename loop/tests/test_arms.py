@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from loop import arms, cases, env, inputs, peers
+from loop import arms, bench, cases, check, env, inputs, peers
 from loop.tests.conftest import GOOD_KERNEL
 
 CASE = cases.get("kda", "tiny_gva")
@@ -199,3 +199,52 @@ def test_launches_are_empty_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert arms.witness(types.SimpleNamespace(), None, "fwd") == {}
+
+
+GATE = (
+    GOOD_KERNEL[: GOOD_KERNEL.index("def run")]
+    + """
+def run(*, g_raw, p):
+    gk = g_raw.float().view(p.B, p.T // 64, 64, p.HV, p.K).cumsum(2) * (1.4426950408889634 * FACTOR)
+    return {"gk": gk.view(g_raw.shape)}
+
+
+SPANS = {"fwd.gate": run}
+"""
+)
+
+
+@pytest.mark.parametrize(("factor", "status"), [("1.0", "PASSED"), ("1.003", "WRONG_VALUE")])
+def test_a_stage_that_is_wrong_by_less_than_the_outputs_show_is_named(add_idea, factor, status):
+    """0.3 % of the gate leave every output within its budget, so only the stage's own comparison finds it."""
+    add_idea(source=GATE.replace("FACTOR", factor))
+    result = check.check(arms.make("kda", "005"), cases.get("kda", "tiny"), grad=False)
+    assert str(result.status) == status, result.message
+    assert all(e.ok for e in result.errors.values())
+    if status == "PASSED":
+        assert result.proofs["spans"].startswith("1 tensors")
+    else:
+        assert result.message.startswith("005-sum-heads: fwd.gate: gk is 3.00e-03 from its stages in fp64")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "message"),
+    [
+        ('{"dq": dq', '{} and {"dq": dq', "WRONG_DTYPE",
+         "005-sum-heads: bwd.gva did not return dq, but an empty dict; expected a dict of dq, dk"),
+        ('dq.reshape(group).sum(3), ', 'dq.reshape(group).sum(3).half(), ', "WRONG_DTYPE",
+         "005-sum-heads: bwd.gva: dq is float16 [1, 96, 2, 64]; expected float32 or bfloat16 [1, 96, 2, 64]"),
+        ("group = (p.B", "group = (p.nope", "ERROR", "005-sum-heads/kernel.py:18: AttributeError: 'KdaProblem'"),
+        ('(True, "") if', "True if", "ERROR",
+         "ideas/005-sum-heads/kernel.py: supports(p) returned True; expected (True, '') or (False, reason)"),
+        ("if p.K <=", "if p.nope <=", "ERROR", "supports(p) raised kernel.py:14: AttributeError: 'KdaProblem'"),
+    ],
+)  # fmt: skip
+def test_a_slip_of_an_idea_is_named_by_idea_span_and_tensor(add_idea, old, new, status, message):
+    assert old in GOOD_KERNEL
+    add_idea(source=GOOD_KERNEL.replace(old, new))
+    arm = arms.make("kda", "005")
+    result = check.check(arm, CASE)
+    assert (str(result.status), message in result.message) == (status, True), result.message
+    (_, row) = bench.bench("kda", ["005"], CASE, "fwd", blocks=1)
+    assert (row.status, message in row.reason) == (status, True), row.reason

@@ -54,14 +54,49 @@ def test_broken_contracts_and_wrong_questions():
     control = controls.load("writes_past_end")
     with pytest.raises(Rejected, match=r"fwd.out wrote outside of controls/writes_past_end.py"):
         spans.check_spans(control, cases.get("kda", control.CASE))
-    with pytest.raises(Rejected, match="o is None, not as written") as info:
-        spans.check_spans(module(SPANS={"fwd.out": lambda *, q: {"o": None}}), case)
-    assert info.value.status is Status.WRONG_DTYPE
-    with pytest.raises(Rejected, match=r"o is \[1\], not \[1, 128, 2, 64\]"):
-        spans.check_spans(module(SPANS={"fwd.out": lambda *, q: {"o": torch.zeros(1)}}), case)
     with pytest.raises(CheckError, match="of family cconv, case tiny_gate of kda"):
         spans.check_spans(module("cconv", SPANS={}), case)
     no = module(SPANS={})
     no.supports = lambda p: (False, "needs K=128, got 64")
     with pytest.raises(CheckError, match="does not support tiny_gate: needs K=128, got 64"):
         spans.check_spans(no, case)
+
+
+O = {"o": torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)}
+EXPECTED = "expected bfloat16 [1, 128, 2, 64]"
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({}, "fwd.out did not return o, but an empty dict; expected a dict of o"),
+        ({"out": O["o"]}, "fwd.out did not return o, but a dict of out; expected a dict of o"),
+        (O["o"], "fwd.out returned bfloat16 [1, 128, 2, 64]; expected a dict of o"),
+        (None, "fwd.out returned None; expected a dict of o"),
+        (O | {"extra": O["o"]}, "fwd.out returned 'extra', which its stages do not write; expected a dict of o"),
+        ({"o": None}, f"fwd.out: o is None; {EXPECTED}"),
+        ({"o": 1.0}, f"fwd.out: o is a float; {EXPECTED}"),
+        ({"o": torch.zeros(1)}, f"fwd.out: o is float32 [1]; {EXPECTED}"),
+        ({"o": O["o"].float()}, f"fwd.out: o is float32 [1, 128, 2, 64]; {EXPECTED}"),
+    ],
+)
+def test_what_a_step_returns_is_held_to_the_contract(returned, message):
+    with pytest.raises(Rejected) as info:
+        spans.check_spans(module(SPANS={"fwd.out": lambda *, q: returned}), cases.get("kda", "tiny_gate"))
+    assert info.value.message.endswith(message)
+    assert info.value.status is Status.WRONG_DTYPE
+
+
+def test_a_tensor_that_the_problem_does_not_have_must_be_None():
+    def scan(*, kg, w, u, gk, h0, p):
+        found = reference.scan(kg=kg, w=w, u=u, gk=gk, h0=h0, p=p, cu_seqlens=None)
+        return {**found, "ht": torch.zeros(1)}
+
+    with pytest.raises(Rejected, match=r"fwd.scan: ht is float32 \[1\]; expected None for this problem"):
+        spans.check_spans(module(SPANS={"fwd.scan": scan}), cases.get("kda", "tiny_gate"))
+
+
+def test_the_forward_alone():
+    whole = module(SPANS=reference.spans(cases.get("kda", "tiny_gate").problem()))
+    found = spans.check_spans(whole, cases.get("kda", "tiny_gate"), grad=False)
+    assert {e.span.partition(".")[0] for e in found} == {"fwd"}
