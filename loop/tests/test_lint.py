@@ -186,7 +186,13 @@ WRONG = {
     dead_paths: ("CONTRIBUTING.md", "see loop/gone.py\n"),
     malformed_traps: ("TRAPS.md", "### A\n- Fact: x\n- How to apply: y\n- Why: z\n- Check: w\n"),
     stubs: ("loop/unfinished.py", "# TO" + "DO: the rest\n"),
+    stale_numbers: ("README.md", f"{readme.BEGIN}\n| a number without a row |\n{readme.END}\n"),
+    large_files: ("profiles/x.md", "x" * 1_000_001),
 }
+
+
+def test_every_rule_is_shown_to_complain():
+    assert set(WRONG) == set(RULES)
 
 
 @pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.__name__)
@@ -195,10 +201,13 @@ def test_a_wrong_tree_is_refused(rule, tmp_path):
     for document in DOCUMENTS:
         (tmp_path / document).parent.mkdir(exist_ok=True)
         (tmp_path / document).touch()
+    (tmp_path / "README.md").write_text(readme.rendered(f"{readme.BEGIN}\n{readme.END}\n", readme.committed_entries()))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     before = rule(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
     assert len(rule(tmp_path)) == len(before) + 1
 
 
