@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from . import contract
 from .cases import Case
-from .inputs import GRADIENTS, INCOMING, LEAVES, RESULTS, Inputs, run
+from .inputs import INCOMING, LEAVES, Inputs, run
 from .tensors import OP_NAMES
 
 NORM_EPS = 1e-6
@@ -221,7 +221,3 @@ def _take(case, name, t, part):
     if _axis(case, name, ("HV*K",)) is not None:
         return t.view(case.HV, case.K)[list(part.heads)].reshape(-1)
     return t
-
-
-def output_names(family: str) -> tuple[str, ...]:
-    return (*RESULTS[family], *GRADIENTS[family])

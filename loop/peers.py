@@ -52,10 +52,6 @@ def _needs_gpu(supports: Callable) -> Callable:
     return ask
 
 
-def _none(inputs, *keys) -> bool:
-    return all(inputs[key] is None for key in keys)
-
-
 # ---------------------------------------------------------------------------------------------------------- fla's Gluon
 @contextlib.contextmanager
 def environment(**values: str):

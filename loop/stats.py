@@ -13,7 +13,7 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95  # the interval covers the true median at least this often
 DEAD_BAND = 0.005  # differences below half a percent decide nothing
 SAME_BAND = 0.01  # a run that cannot tell one percent apart cannot call two arms the same
-FASTER, SAME, SLOWER, UNCLEAR = VERDICTS = ("FASTER", "SAME", "SLOWER", "UNCLEAR")
+FASTER, SAME, SLOWER, UNCLEAR = ("FASTER", "SAME", "SLOWER", "UNCLEAR")
 
 
 @dataclass(frozen=True)
