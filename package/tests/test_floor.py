@@ -1,5 +1,6 @@
-"""KERNEL_FUN_KDA_MIN_CTAS: moves the smallest grid that is dispatched here, and nothing else."""
+"""KERNEL_FUN_KDA_MIN_CTAS: moves the smallest grid that is dispatched here, and nothing else; what warmup refuses."""
 import pytest
+import torch
 from small_inputs import conv, kda
 
 from kernel_fun import cconv
@@ -61,6 +62,20 @@ def test_warmup_follows_the_floor(monkeypatch, problems):
     with pytest.raises(RuntimeError, match="warmup compiled nothing: a grid of 32 CTAs, below the 33"):
         warmup(B=1, T=2, H=16, K=16, V=128, device="cpu")
     assert problems[0].scan_ctas == 32
+
+
+@pytest.mark.parametrize(("gpus", "device", "said"), [
+    (0, "cuda", f"device='cuda', but torch {torch.__version__} finds no GPU here"),
+    (2, "cuda:2", "device='cuda:2', but the GPUs here are 0 to 1"),
+])
+def test_warmup_without_its_gpu_says_so(monkeypatch, gpus, device, said):
+    """Not torch's word for it, which is about a generator."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for function in (warmup, cconv.warmup):
+        with pytest.raises(RuntimeError) as raised:
+            function(B=1, T=4, device=device, **({} if function is warmup else {"D": 6}))
+        assert str(raised.value) == f"warmup compiled nothing: {said}"
 
 
 def test_no_floor_for_plain_torch(monkeypatch):

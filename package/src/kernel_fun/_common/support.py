@@ -63,6 +63,19 @@ def disabled(family: str) -> str:
     return f"{name} is set" if switch(name) else ""
 
 
+# ---------------------------------------------------------------------------------------------------------- arguments
+def check_tensors(given: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """TypeError for the first of the named arguments that is not a tensor; the `optional` ones may be None or missing.
+    """
+    for name in required + optional:
+        t = given.get(name)
+        if isinstance(t, torch.Tensor) or (t is None and name in optional):
+            continue
+        kind = f"{type(t).__module__}.{type(t).__qualname__}".removeprefix("builtins.")
+        got = f"{name}=None" if t is None else f"{name} of type {kind}"
+        raise TypeError(f"{got}: must be a torch.Tensor{' or None' if name in optional else ''}")
+
+
 # ----------------------------------------------------------------------------------------------------------- hardware
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
@@ -83,6 +96,17 @@ def device_reason(x: torch.Tensor) -> str:
         return f"device {x.device.type!r}{' (AMD)' if x.is_cuda else ''}: kernels are for NVIDIA GPUs"
     major, minor = arch_of(x)
     return "" if major >= 9 else f"a GPU of compute capability {major}.{minor}: kernels are for 9.0 (Hopper) and later"
+
+
+def absent(device) -> str:
+    """Why nothing can run on `device` (what torch.device accepts) in this process, or ""."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return ""
+    if not torch.cuda.is_available():
+        return f"device={str(device)!r}, but torch {torch.__version__} finds no GPU here"
+    count = torch.cuda.device_count()
+    return "" if (device.index or 0) < count else f"device={str(device)!r}, but the GPUs here are 0 to {count - 1}"
 
 
 def device_guard(x: torch.Tensor):
@@ -109,28 +133,45 @@ def fla_only():
         _local.fla_only = before
 
 
+@contextlib.contextmanager
+def gpu_needed(operator: str, reason: str, x):
+    """Around a call of `operator` that goes to fla for `reason`, with the first tensor `x`: what Triton says of CPU
+    tensors becomes one line that says how they came there. Any other error passes through.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if getattr(x, "is_cpu", False) and ("active drivers" in text or "accessed from Triton" in text):
+            raise RuntimeError(
+                f"{operator} on CPU tensors went to fla, whose kernels need a GPU, because: {reason}"
+            ) from error
+        raise
+
+
 def inside_fla_only() -> bool:
     return getattr(_local, "fla_only", False)
 
 
 # ---------------------------------------------------------------------------------------------------------- log lines
-def engaged(family: str, what: str, missing: tuple[str, ...] = ()) -> None:
+def engaged(family: str, what: str, missing: tuple[str, ...] = (), kernels: bool = True) -> None:
     """One INFO line per distinct `what`, after one line with the installed versions; one WARNING line per kernel that
-    is `missing` here, since another or fla's then runs in its place.
+    is `missing` here, since another or fla's then runs in its place. Without `kernels`, `what` is plain torch, and the
+    line does not say that anything engaged.
     """
     if "versions" not in _said:
         from .. import versions
 
         _said.add("versions")
         log.info("kernel-fun versions: %s", ", ".join(f"{name} {version}" for name, version in versions().items()))
-    _say(f"kernel-fun {family}: engaged ({what})", logging.INFO)
+    _say(f"kernel-fun {family}: {'engaged' if kernels else 'no kernel runs'} ({what})", logging.INFO)
     for line in missing:
         _say(f"kernel-fun {family}: runs without {line}", logging.WARNING, every_time=False)
 
 
 def fell_back(family: str, reason: str, x: torch.Tensor) -> None:
     """One WARNING line per kind of reason: two that differ only in their numbers are one kind. `x` is an input."""
-    hopeless = " (fla cannot run on CPU tensors)" if x.is_cpu else ""
+    hopeless = " (fla cannot run on CPU tensors)" if getattr(x, "is_cpu", False) else ""
     _say(f"kernel-fun {family}: falling back to fla: {reason}{hopeless}", logging.WARNING)
 
 

@@ -5,6 +5,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from .._common import support
 from .ops import chunk_kda, is_supported
 
 
@@ -33,10 +34,13 @@ def warmup(
     `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own (use_gate_in_kernel=True, lower_bound=-5.0, ...);
     A_log and dt_bias are made up. Leaves torch's random state alone.
 
-    Raises RuntimeError with the reason when such a call would go to fla, KERNEL_FUN_KDA_MIN_CTAS included: nothing
-    would have been compiled, and step 1 would pay for it.
+    Raises RuntimeError with the reason when there is no such device or such a call would go to fla,
+    KERNEL_FUN_KDA_MIN_CTAS included: nothing would have been compiled, and step 1 would pay for it.
     """
     start = time.perf_counter()
+    reason = support.absent(device)
+    if reason:
+        raise RuntimeError(f"warmup compiled nothing: {reason}")
     HV = H if HV is None else HV
     random = torch.Generator(device=device).manual_seed(0)
     in_kernel = flags.get("use_gate_in_kernel", False)
