@@ -2,6 +2,7 @@
 import inspect
 import math
 
+import numpy
 import pytest
 import torch
 from small_inputs import conv, gradients, kda
@@ -123,7 +124,14 @@ def bad_kda(name):
         "heads": ({**tensors, "v": torch.zeros(2, 70, 3, 8)}, flags, AssertionError),
         "g_shape": ({**tensors, "g": tensors["g"][..., :-1]}, flags, AssertionError),
         "beta_shape": ({**tensors, "beta": tensors["beta"][..., :-1]}, flags, AssertionError),
+        "q_dims": ({**tensors, "q": tensors["q"][0]}, flags, ValueError),
+        "k_dims": ({**tensors, "k": tensors["k"][0]}, flags, AssertionError),
+        "g_dims": ({**tensors, "g": tensors["g"][0]}, flags, AssertionError),
+        "beta_dims": ({**tensors, "beta": tensors["beta"][0]}, flags, AssertionError),
         # beyond it
+        "v_dims": ({**tensors, "v": tensors["v"][..., 0]}, flags, ValueError),
+        "state_dims": ({**tensors, "initial_state": torch.zeros(())}, flags, ValueError),
+        "no_heads": ({**tensors, "q": tensors["q"][:, :, :0], "k": tensors["k"][:, :, :0]}, flags, AssertionError),
         "v_shape": ({**tensors, "v": tensors["v"][:1]}, flags, AssertionError),
         "state_shape": ({**tensors, "initial_state": torch.zeros(2, 2, 8, 16)}, flags, ValueError),
         "states": ({**tensors, "initial_state": torch.zeros(3, 2, 16, 8)}, flags, ValueError),
@@ -158,6 +166,13 @@ KDA_MESSAGES = {
     "heads": "HV=3",
     "g_shape": "got [2, 70, 2, 15]",
     "beta_shape": "got [2, 70, 1]",
+    "q_dims": "q must be [B, T, H, K], got [70, 2, 16]",
+    "k_dims": "k=[70, 2, 16]",
+    "g_dims": "got [70, 2, 16]",
+    "beta_dims": "got [70, 2]",
+    "v_dims": "v must be [B, T, HV, V], got [2, 70, 2]",
+    "state_dims": "got []",
+    "no_heads": "the H=0 heads",
     "v_shape": "got [1, 70, 2, 8]",
     "state_shape": "must be [2, 2, 16, 8]",
     "states": "holds 3 states",
@@ -173,7 +188,7 @@ KDA_MESSAGES = {
     "packed_decreasing": "[0, 8, 7]",
     "packed_float": "torch.float32",
 }
-FLAS = list(KDA_MESSAGES)[:14]
+FLAS = list(KDA_MESSAGES)[:18]
 
 
 @pytest.mark.parametrize("name", KDA_MESSAGES)
@@ -234,6 +249,52 @@ def test_conv_errors(name):
     ok, reason = cconv.is_supported(**{**tensors, **change})
     assert not ok
     assert message in reason
+
+
+NOT_TENSORS = {"None": (None, "=None"), "numpy": (numpy.zeros((2, 70, 2, 16)), " of type numpy.ndarray"),
+               "list": ([0, 5], " of type list")}
+
+
+TENSORS = [
+    *(("kda", name, "torch.Tensor") for name in ("q", "k", "v", "g", "beta")),
+    *(("kda", name, "torch.Tensor or None") for name in ("initial_state", "cu_seqlens", "A_log", "dt_bias")),
+    *(("cconv", name, "torch.Tensor") for name in ("x", "weight")),
+    *(("cconv", name, "torch.Tensor or None") for name in ("bias", "residual", "initial_state", "cu_seqlens")),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "accepted", "what"), [
+    *((*case, what) for case in TENSORS for what in ("numpy", "list")),
+    *((*case, "None") for case in TENSORS if case[2] == "torch.Tensor" and case[1] != "weight"),
+])
+def test_what_is_no_tensor_is_named(family, name, accepted, what):
+    value, said = NOT_TENSORS[what]
+    tensors, flags = kda(h0=True, gate="softplus") if family == "kda" else conv(bias=True, residual=True, h0=True)
+    call = {**tensors, **flags, name: value}
+    operator, question = MINE[family]
+    with pytest.raises(TypeError) as raised:
+        operator(**call)
+    assert str(raised.value) == f"{name}{said}: must be a {accepted}"
+    assert question(**call) == (False, f"TypeError: {raised.value}")
+
+
+@pytest.mark.parametrize("family", MINE)
+def test_a_host_copy_that_is_no_tensor_is_named(family):
+    tensors, flags = (kda if family == "kda" else conv)(sequences=(5, 7), T=12)
+    with pytest.raises(TypeError, match="cu_seqlens_cpu of type list: must be a tor"):
+        MINE[family][0](**tensors, **flags, cu_seqlens_cpu=[0, 5, 12])
+
+
+def test_gate_parameters_without_the_gate_are_ignored_as_fla_ignores_them():
+    tensors, _ = kda(grad=False)
+    want = chunk_kda(**tensors)[0]
+    assert torch.equal(chunk_kda(**tensors, A_log="anything", dt_bias=torch.zeros(1))[0], want)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(()), torch.zeros(6)])
+def test_conv_with_packed_sequences_of_no_shape_at_all(x):
+    with pytest.raises(ValueError, match="x must be"):
+        cconv.causal_conv1d(x, torch.zeros(6, 4), cu_seqlens=torch.tensor([0, 6]))
 
 
 # ---------------------------------------------------------------------------------------------------- types and Nones

@@ -6,7 +6,7 @@ import torch
 from small_inputs import conv_definition
 
 from kernel_fun import cconv
-from kernel_fun.cconv import causal_conv1d_update
+from kernel_fun.cconv import causal_conv1d_update, decode
 
 
 def step(shape=(3, 6), W=4, dtype=torch.float64, seed=0):
@@ -97,3 +97,15 @@ def test_elsewhere_it_is_flas_with_the_reason(monkeypatch, lines, why):
     assert causal_conv1d_update(**made) == "fla"
     assert all(calls[0][name] is t for name, t in made.items())
     assert lines() == [("WARNING", f"kernel-fun cconv: falling back to fla: {reason}")]
+
+
+def test_what_is_no_tensor_is_named():
+    for name, change, said in (
+        ("x", None, "x=None: must be a torch.Tensor"),
+        ("x", [1.0], "x of type list: must be a torch.Tensor"),
+        ("residual", [1.0], "residual of type list: must be a torch.Tensor or None"),
+    ):
+        with pytest.raises(TypeError) as raised:
+            causal_conv1d_update(**{**step(), name: change})
+        assert str(raised.value) == said
+    assert decode.is_supported(None) == (False, "TypeError: x=None: must be a torch.Tensor")

@@ -9,6 +9,9 @@ from kernel_fun import cconv
 from kernel_fun._common import dispatch, support
 from kernel_fun.kda import chunk_kda, is_supported
 
+MINE = {"kda": (chunk_kda, "chunk_kda"), "cconv": (cconv.causal_conv1d, "causal_conv1d")}
+WHERE = {"kda": "fla.ops.kda.chunk_kda", "cconv": "fla.modules.convolution.causal_conv1d"}
+
 
 class Stub:
     """Stands in for fla's function: remembers how it was called."""
@@ -83,6 +86,47 @@ def test_an_error_inside_fla_passes_through(monkeypatch):
     assert not support.inside_fla_only()
 
 
+@pytest.mark.parametrize("family", ["kda", "cconv"])
+@pytest.mark.parametrize("said", [
+    RuntimeError("0 active drivers ([]). There should only be one."),
+    ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"),
+])
+def test_fla_on_cpu_tensors_is_one_line_with_the_reason(monkeypatch, family, said):
+    """What Triton says without a GPU, and with one; on tensors elsewhere it is left as it is."""
+    def without_gpu(**kwargs):
+        raise said
+
+    monkeypatch.setattr(WHERE[family], without_gpu)
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+    operator, name = MINE[family]
+    tensors, _ = kda(grad=False) if family == "kda" else conv()
+    with pytest.raises(RuntimeError) as raised:
+        operator(**tensors)
+    want = f"{name} on CPU tensors went to fla, whose kernels need a GPU, because: KERNEL_FUN_DISABLE is set"
+    assert str(raised.value) == want
+    assert not support.inside_fla_only()
+    with pytest.raises(type(said)) as raised:
+        operator(**{name: t.to("meta") for name, t in tensors.items()})
+    assert raised.value is said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what Triton itself says without a GPU")
+@pytest.mark.parametrize("family", ["kda", "cconv"])
+def test_the_real_fla_on_cpu_tensors(monkeypatch, family):
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+    tensors, _ = kda(dtype=torch.float32) if family == "kda" else conv(dtype=torch.float32)
+    operator, name = MINE[family]
+    with pytest.raises(RuntimeError, match=f"{name} on CPU tensors went to fla, whose kernels need a GPU"):
+        operator(**tensors)
+
+
+@pytest.mark.parametrize("family", ["kda", "cconv"])
+def test_a_disabled_operator_judges_no_argument(monkeypatch, family, fla_kda, fla_conv):
+    monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
+    tensors, _ = kda(grad=False) if family == "kda" else conv()
+    assert MINE[family][0](**dict.fromkeys(tensors)) == ("o", "ht")
+
+
 # ----------------------------------------------------------------------------------------------------------- switches
 @pytest.mark.parametrize(("name", "kda_off", "conv_off"), [
     ("KERNEL_FUN_DISABLE", True, True),
@@ -113,14 +157,18 @@ def test_a_bad_value_warns_once_and_is_ignored(monkeypatch, lines):
 
 
 # ---------------------------------------------------------------------------------------------------------- log lines
-def test_one_line_when_engaged(lines):
+def test_one_line_for_what_runs(lines):
+    """Plain torch is not called engaged: a run's check for that word must fail where no kernel runs."""
     tensors, flags = kda(grad=False)
     for _ in range(3):
         chunk_kda(**tensors, **flags)
-    (first, versions), (second, engaged) = lines()
-    assert first == second == "INFO"
+    cconv.causal_conv1d(**conv()[0])
+    (first, versions), *rest = lines()
+    assert first == "INFO"
     assert versions.startswith("kernel-fun versions: kernel_fun ")
-    assert engaged == "kernel-fun kda: engaged (plain torch on CPU tensors)"
+    assert rest == [("INFO", f"kernel-fun {family}: no kernel runs (plain torch on CPU tensors)") for family in MINE]
+    support.engaged("kda", "k001_mine")
+    assert lines()[-1] == ("INFO", "kernel-fun kda: engaged (k001_mine)")
 
 
 def test_one_line_per_kind_of_reason(lines, fla_kda):
@@ -144,7 +192,7 @@ def test_debug_logs_every_call_and_shows_unconfigured(monkeypatch, lines):
     tensors, flags = kda(grad=False)
     for _ in range(3):
         chunk_kda(**tensors, **flags)
-    assert [level for level, text in lines() if "engaged" in text] == ["WARNING"] * 3
+    assert [level for level, text in lines() if "no kernel runs" in text] == ["WARNING"] * 3
 
 
 def test_is_supported_logs_nothing_and_runs_nothing(lines, fla_kda):

@@ -33,23 +33,32 @@ def causal_conv1d_update(
         (y, cache): y contiguous, in x's dtype and shape; cache is the tensor that was passed. Not differentiable.
 
     Raises:
+        TypeError: what should be a tensor is none.
         ValueError: on CPU tensors, a shape or activation that does not fit; each names what is accepted.
     """
+    if not support.disabled("cconv"):
+        support.check_tensors(locals(), ("x",), ("cache", "residual", "weight", "bias"))
     ok, reason = is_supported(x)
     if not ok:
         from fla.modules.convolution import causal_conv1d_update as fla_update
 
         support.fell_back("cconv", reason, x)
-        with support.fla_only():
+        with support.fla_only(), support.gpu_needed("causal_conv1d_update", reason, x):
             return fla_update(x=x, cache=cache, residual=residual, weight=weight, bias=bias, activation=activation)
-    support.engaged("cconv", "plain torch on CPU tensors")
+    support.engaged("cconv", "plain torch on CPU tensors", kernels=False)
     return _step(x, cache, residual, weight, bias, activation)
 
 
 def is_supported(x: torch.Tensor, *args, **kwargs) -> tuple[bool, str]:
-    """(True, "") where `causal_conv1d_update` runs here, or (False, why it is fla's)."""
-    reason = support.disabled("cconv") or ("" if x.is_cpu else "the single-token step is fla's kernel")
-    return not reason, reason
+    """(True, "") where `causal_conv1d_update` runs here, or (False, why it is fla's, or its error)."""
+    reason = support.disabled("cconv")
+    if reason:
+        return False, reason
+    try:
+        support.check_tensors({"x": x}, ("x",))
+    except TypeError as error:
+        return False, f"TypeError: {error}"
+    return (True, "") if x.is_cpu else (False, "the single-token step is fla's kernel")
 
 
 @torch.no_grad()

@@ -71,6 +71,7 @@ def causal_conv1d(
         Rows beyond cu_seqlens[-1] are 0, their gradients too.
 
     Raises:
+        TypeError: what should be a tensor is none.
         ValueError: an unknown backend or activation, a shape, device or dtype that does not fit; each names what is
             accepted.
         kernel_fun._common.compat.FlaDriftError: the installed fla lacks a function this package calls.
@@ -79,7 +80,7 @@ def causal_conv1d(
     call = decide(arguments)
     if isinstance(call, str):
         support.fell_back("cconv", call, x)
-        return _fla(arguments)
+        return _fla(arguments, call)
     return run(call)
 
 
@@ -111,28 +112,36 @@ def explain(arguments: dict) -> tuple[bool, str]:
     """`is_supported` on the arguments as a dict, `kwargs` included."""
     try:
         call = decide(arguments)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return False, f"{type(error).__name__}: {error}"
     return (False, call) if isinstance(call, str) else (True, call.route.what)
 
 
-def _fla(a: dict):
-    """The caller's arguments to fla, unchanged; those at their default are left out."""
+def _fla(a: dict, reason: str):
+    """The caller's arguments to fla for `reason`, unchanged; those at their default are left out."""
     from fla.modules.convolution import causal_conv1d as fla_causal_conv1d
 
     given = {name: a[name] for name, default in _DEFAULTS.items() if a[name] is not default}
-    with support.fla_only():
+    with support.fla_only(), support.gpu_needed("causal_conv1d", reason, a["x"]):
         return fla_causal_conv1d(x=a["x"], **given, **a["kwargs"])
 
 
 def decide(a: dict) -> Call | str:
-    """The call to run here, or the reason to go to fla. Raises ValueError for what is wrong on either path."""
+    """The call to run here, or the reason to go to fla. Raises TypeError or ValueError for what is wrong on either
+    path.
+    """
     x, cu_seqlens = a["x"], a["cu_seqlens"]
-    reason = support.disabled("cconv") or support.device_reason(x) or _fla_features(a)
+    reason = support.disabled("cconv")
+    if reason:
+        return reason  # whatever the arguments are: they are then fla's to judge
+    required = ("x",) if a["weight"] is None else ("x", "weight")  # `_describe` says what a weight must be
+    support.check_tensors(a, required, ("bias", "residual", "initial_state", "cu_seqlens"))
+    reason = support.device_reason(x) or _fla_features(a)
     if reason:
         return reason
     pack = None
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and x.dim() > 2:  # with fewer dimensions `_describe` refuses x
+        support.check_tensors(a, (), ("cu_seqlens_cpu",))
         pack = packed.of_call("x", x, cu_seqlens, a["cu_seqlens_cpu"])
         if isinstance(pack, str):
             return pack
@@ -215,7 +224,7 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a decided call; differentiable."""
     found, p = call.route, call.p
     with support.device_guard(call.tensors[0]):
-        support.engaged("cconv", found.what, found.missing)
+        support.engaged("cconv", found.what, found.missing, kernels=not found.on_torch)
         y, ht = autograd.apply(found, p, *prepared(call), *call.packed)
         if call.shape[1] > p.T:
             y = torch.nn.functional.pad(y, (0, 0, 0, call.shape[1] - p.T))
@@ -250,10 +259,13 @@ def warmup(
     returns the seconds it took.
 
     D may list every channel count the model convolves. `lengths` are those of packed sequences (B = 1; T is then
-    ignored). Leaves torch's random state alone. Raises RuntimeError with the reason when such a call would go to fla:
-    nothing would have been compiled.
+    ignored). Leaves torch's random state alone. Raises RuntimeError with the reason when there is no such device or
+    such a call would go to fla: nothing would have been compiled.
     """
     start = time.perf_counter()
+    reason = support.absent(device)
+    if reason:
+        raise RuntimeError(f"warmup compiled nothing: {reason}")
     random = torch.Generator(device=device).manual_seed(0)
 
     def draw(*shape, dtype=dtype):

@@ -11,6 +11,19 @@ from .._common.problem import CHUNK, KdaProblem
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+def check_tensors(a: dict) -> None:
+    """TypeError for what should be a tensor and is not; ValueError unless q has four dimensions. Where
+    use_gate_in_kernel does not ask for A_log and dt_bias they are not looked at, as in fla.
+    """
+    support.check_tensors(a, ("q", "k", "v", "g", "beta"), ("initial_state", "cu_seqlens"))
+    if a["cu_seqlens"] is not None:
+        support.check_tensors(a, (), ("cu_seqlens_cpu",))
+    if a["use_gate_in_kernel"]:
+        support.check_tensors(a["kwargs"], (), ("A_log", "dt_bias"))
+    if a["q"].dim() != 4:
+        raise ValueError(f"q must be [B, T, H, K], got {list(a['q'].shape)}")
+
+
 def check_flags(a: dict) -> None:
     """Raise ValueError for a flag that is wrong by itself or beside another. `a` holds the call's arguments by name."""
     kwargs, lower_bound = a["kwargs"], a["lower_bound"]
@@ -37,19 +50,21 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     in_kernel, kwargs = a["use_gate_in_kernel"], a["kwargs"]
     A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if in_kernel else (None, None)
     B, T, H, K = q.shape
+    if v.dim() != 4:
+        raise ValueError(f"v must be [B, T, HV, V], got {list(v.shape)}")
     HV, V = v.shape[2:]
     N = B if pack is None else pack.N
     if q.shape != k.shape:
         raise AssertionError(f"q and k must have one shape, got q={list(q.shape)} and k={list(k.shape)}")
     if K > 256:
         raise AssertionError(f"K={K}: at most 256 are accepted")
-    if HV % H:
+    if not H or HV % H:
         raise AssertionError(f"v has HV={HV} heads: must be a multiple of the H={H} heads of q and k")
     for name, t, want in (("v", v, (B, T, HV, V)), ("g", g, (B, T, HV, K)), ("beta", beta, (B, T, HV))):
         if t.shape != want:
             raise AssertionError(f"{name} must be {list(want)} to go with q={list(q.shape)}, got {list(t.shape)}")
     if h0 is not None:
-        if h0.shape[0] != N:
+        if h0.dim() and h0.shape[0] != N:
             raise ValueError(f"initial_state holds {h0.shape[0]} states: must be one for each of the {N} sequences")
         if h0.dtype != torch.float32 and not h0.dtype == q.dtype == torch.float64:
             raise AssertionError(f"initial_state is {h0.dtype}: must be torch.float32")

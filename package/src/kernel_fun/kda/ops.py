@@ -78,10 +78,11 @@ def chunk_kda(
         lower_bound: see `use_gate_in_kernel`.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N+1] integers, sequences packed along T of one batch row; `cu_seqlens_cpu` its copy on the host,
-            if there is one.
+            if there is one. The two are compared in shape, and in value where both are on the CPU.
         return_intermediate_states, cp_context, use_graph: send the call to fla; max_num_seqs belongs to use_graph.
         disable_recompute: sends the call to fla; without effect on a CPU.
-        **kwargs: A_log [HV] and dt_bias [HV*K] of the gate; chunk_size 64, or 32, which sends the call to fla;
+        **kwargs: A_log [HV] and dt_bias [HV*K] of the gate, which without `use_gate_in_kernel` are ignored, as fla
+            ignores them; chunk_size 64, or 32, which sends the call to fla;
             transpose_state_layout, the old name of state_v_first. Any other keyword sends the call to fla.
 
     Returns:
@@ -90,6 +91,7 @@ def chunk_kda(
         Rows beyond cu_seqlens[-1] are 0, their gradients too.
 
     Raises:
+        TypeError: what should be a tensor is none.
         ValueError, AssertionError: as fla does, and where fla would read out of bounds: mixed dtypes or devices, a
             state, A_log or dt_bias of the wrong shape, a lower_bound that is not negative.
         kernel_fun._common.compat.FlaDriftError: the installed fla lacks a function this package calls.
@@ -98,7 +100,7 @@ def chunk_kda(
     call = decide(arguments)
     if isinstance(call, str):
         support.fell_back("kda", call, q)
-        return _fla(arguments)
+        return _fla(arguments, call)
     if "transpose_state_layout" in kwargs:
         warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
     return _run(call)
@@ -142,27 +144,31 @@ def explain(arguments: dict) -> tuple[bool, str]:
     """`is_supported` on the arguments as a dict, `kwargs` included."""
     try:
         call = decide(arguments)
-    except (ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         return False, f"{type(error).__name__}: {error}"
     return (False, call) if isinstance(call, str) else (True, call.route.what)
 
 
-def _fla(a: dict):
-    """The caller's arguments to fla, unchanged. Those at their default are left out, so an older fla that lacks one
-    still takes the call.
+def _fla(a: dict, reason: str):
+    """The caller's arguments to fla for `reason`, unchanged. Those at their default are left out, so an older fla
+    that lacks one still takes the call.
     """
     from fla.ops.kda import chunk_kda as fla_chunk_kda
 
     given = {name: a[name] for name in _REQUIRED}
     given.update((name, a[name]) for name, default in _DEFAULTS.items() if a[name] is not default)
-    with support.fla_only():
+    with support.fla_only(), support.gpu_needed("chunk_kda", reason, a["q"]):
         return fla_chunk_kda(**given, **a["kwargs"])
 
 
 def decide(a: dict) -> Call | str:
     """The call to run here, or the reason to go to fla. Raises for arguments that are wrong on either path."""
     q = a["q"]
-    reason = support.disabled("kda") or support.device_reason(q) or _fla_features(a, q.is_cpu)
+    reason = support.disabled("kda")
+    if reason:
+        return reason  # whatever the arguments are: they are then fla's to judge
+    checks.check_tensors(a)
+    reason = support.device_reason(q) or _fla_features(a, q.is_cpu)
     if reason:
         return reason
     kwargs, cu_seqlens = a["kwargs"], a["cu_seqlens"]
@@ -212,7 +218,7 @@ def _run(call: Call):
     if h0 is not None and call.state_v_first:
         h0 = h0.transpose(-1, -2)
     with support.device_guard(q):
-        support.engaged("kda", found.what, found.missing)
+        support.engaged("kda", found.what, found.missing, kernels=not found.on_torch)
         o, ht = autograd.apply(
             found, p, q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), A_log, dt_bias,
             None if h0 is None else h0.contiguous(), *call.packed,
