@@ -73,7 +73,7 @@ def check(
     family: Family,
     impl: Impl,
     case: Case = "smoke",
-    seeds: Annotated[int, typer.Option(help="Fresh seeds a case.")] = 2,
+    seeds: Annotated[int, typer.Option(help="Fresh seeds a case; with one, a stored result would pass.", min=2)] = 2,
     out: Out = None,
 ):
     """Check arms against the fp64 oracle, with poisoned memory, guard bands and repeats; record the outcome."""
@@ -161,6 +161,8 @@ def stages(
     from loop import budget, run, runner
 
     found = case or runner.cases_of(family, "primary")[0].id
+    if out:
+        run.make_folder(out)
     print(run.shown(budget.measure(runner.family(family), found, out)))
 
 
@@ -180,11 +182,14 @@ def board(
     from loop import registry, rows, runner
 
     families = [runner.family(f) for f in family] if family else registry.FAMILIES
+    for path in logs or ():
+        if not path.exists():
+            raise ValueError(f"--logs {path}: there is no such file or folder")
     found = rows.read(*(logs or ()))
     if as_html:
         from loop import page, run
 
-        path = (out or run.out_folder() / "board") / "index.html"
+        path = run.make_folder(out or run.out_folder() / "board") / "index.html"
         print(run.shown(page.write(path, [r for r in found if r.family in families])))
         return
     if as_json:
@@ -262,7 +267,7 @@ def nightly(
 
 @app.command()
 def demo(
-    idea: Annotated[str | None, typer.Argument(help="An idea; default the newest promoted one.")] = None,
+    idea: Annotated[str | None, typer.Argument(help="An idea; default the promoted one of largest ratio.")] = None,
     out: Out = None,
 ):
     """The main job once, on whatever this machine has: an idea's notebook, its checks, times and verdict."""

@@ -25,12 +25,13 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     """Profile the idea and 000 on a case; the file written. ValueError without a GPU, for an unknown case or a
     refused one.
     """
-    if not arms.on_gpu():
-        raise ValueError("a profile needs a GPU, and torch finds none here")
     idea = registry.find(idea_id)
     if idea.error:
         raise registry.IdeaError(idea.error)
-    case, arm = cases.get(idea.family, case_id), arms.make(idea.family, idea.id)
+    case = cases.get(idea.family, case_id)
+    if not arms.on_gpu():
+        raise ValueError("a profile needs a GPU, and torch finds none here")
+    arm = arms.make(idea.family, idea.id)
     ok, reason = arm.supports(case)
     if not ok:
         raise ValueError(f"idea {idea.id} does not take case {case_id}: {reason}")

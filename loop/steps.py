@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from loop import arms, calls
+from loop import arms, calls, interpreter
 
 CALLS = 5
 _MARK = "stage "
@@ -24,6 +24,8 @@ def times(family: str, case, given, *, ideas: Iterable = (), shipped: bool = Fal
     ValueError when the profiler gave no times, rather than a table of zeros.
     """
     chain, base = importlib.import_module(f"kernel_fun.{family}.chain"), "fla" if arms.on_gpu() else "reference"
+    if not arms.on_gpu():
+        interpreter.install()  # without it the shipped kernels multiply the bits of bf16 numbers
     plan = chain.make_plan(case.problem(arms.arch()), ideas=tuple(ideas), base=base, shipped=shipped)
     marked = {
         side: tuple(dataclasses.replace(s, fn=_marked(s)) for s in getattr(plan, side))

@@ -71,7 +71,10 @@ def test_as_a_module():
         ("nightly --executor ssh", "executor 'ssh' is unknown; known: local, submitit"),
         ("nightly --accept b9", "no batch 'b9'"),
         ("stages kda --case tinny", "case 'tinny' is unknown in kda"),
+        ("stages kda --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
         ("board --family kdb", "family 'kdb' is unknown"),
+        ("board --logs /nonexistent", "--logs /nonexistent: there is no such file or folder"),
+        ("board --html --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
         ("new 9 Bad_Slug --family kda --span bwd.gva", "slug 'Bad_Slug'"),
     ],
 )
@@ -84,10 +87,26 @@ def test_bad_input_gets_one_line_and_a_code(ladder, add_idea, args, message):
     assert not out
 
 
-def test_no_gpu_for_a_gpu_case(ladder):
+def test_one_seed_is_refused_before_anything_runs(ladder, tmp_path):
+    code, out, err = ladder("check", "cconv", "--impl", "000", "--case", "tiny", "--seeds", "1", "--out", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "'--seeds'" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_on_a_cpu_says_nothing_but_where_they_are(tmp_path):
+    """In a process of its own: the profiler writes to stderr itself."""
+    command = [sys.executable, "-m", "loop", "stages", "kda", "--case", "tiny_safe", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=registry.root(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr if not torch.cuda.is_available() else "") == (0, "")
+    assert done.stdout == f"{tmp_path}/stages-kda-tiny_safe.json\n"
+
+
+def test_no_gpu_for_a_gpu_case(ladder, add_idea):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    for args in (("bench", "cconv", "--impl", "000", "--case", "prod8192_qk"), ("profile", "001", "--case", "small")):
+    add_idea()
+    for args in (("bench", "cconv", "--impl", "000", "--case", "prod8192_qk"), ("profile", "005", "--case", "small")):
         code, _, err = ladder(*args)
         assert code == 2
         assert "needs a GPU" in err

@@ -46,6 +46,11 @@ def test_which_idea_is_shown(ladder_root, add_idea):
         notebooks.write(folder / "bench.ipynb", idea=number)
     (ladder_root / "ideas" / "005-sum-heads" / "kernel.py").write_text("1 / 0")
     assert demo.best().id == "004"
+    broken = ladder_root / "ideas" / "004-sum-heads" / "kernel.py"
+    right = broken.read_text()
+    broken.write_text(right.replace('return (True, "")', "return True"))
+    assert demo.best().id == "003"
+    broken.write_text(right)
     front = ladder_root / "ideas" / "003-sum-heads" / "IDEA.md"
     front.write_text(front.read_text().replace("status: running", "status: promoted"))
     assert demo.best().id == "003"

@@ -38,6 +38,12 @@ def test_the_text_asks_for_a_reading_and_keeps_one(add_idea):
     assert promote.section(again, "Reading") == "Bound by bytes: 80 % of the copy rate."
 
 
+def test_an_unknown_case_is_named_on_any_machine(add_idea):
+    add_idea()
+    with pytest.raises(ValueError, match="case 'tinny' is unknown in kda"):
+        profile.profile("005", "tinny")
+
+
 def test_without_a_gpu_there_is_no_profile(add_idea):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
