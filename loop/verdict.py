@@ -15,7 +15,7 @@ _issued: set[str] = set()
 
 class Status(StrEnum):
     PASSED = "PASSED"
-    WRONG_VALUE = "WRONG_VALUE"  # an output is farther from the oracle than its limit
+    WRONG_VALUE = "WRONG_VALUE"  # an output, or a tensor of a span, is farther from fp64 than its limit
     NON_FINITE = "NON_FINITE"  # NaN or Inf that the arm computed
     UNWRITTEN = "UNWRITTEN"  # a result depends on memory that nobody wrote
     OUT_OF_BOUNDS = "OUT_OF_BOUNDS"  # wrote past a buffer, or a result depends on what lies there
@@ -23,7 +23,7 @@ class Status(StrEnum):
     NONDETERMINISTIC = "NONDETERMINISTIC"  # equal inputs gave different bits
     REUSED_RESULT = "REUSED_RESULT"  # an earlier call's result came back, or was overwritten by a later call
     WRONG_STREAM = "WRONG_STREAM"  # work that does not wait for the caller's stream
-    WRONG_DTYPE = "WRONG_DTYPE"  # an output's dtype, shape, device or presence breaks the contract
+    WRONG_DTYPE = "WRONG_DTYPE"  # what a step returns, or an output: its dtype, shape, device or presence is wrong
     UNSUPPORTED = "UNSUPPORTED"  # the arm says no, with its reason
     ERROR = "ERROR"  # the arm raised
 
