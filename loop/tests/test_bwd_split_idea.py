@@ -53,25 +53,44 @@ def test_every_output_matches_fp64(case):
         compare(got, want, CASES[case], p)
 
 
-def test_each_end_is_walked_by_itself():
-    """A segment that forgets only in its first or only in its last chunk is cut short in one direction alone."""
-    idea, _ = load()
-    p, tensors, _ = stage_inputs(**SHAPE | {"gate": WEAK})
+def reached(idea, p, tensors):
+    """What `reach` decides for one dense sequence and head: [backwards, segment]."""
     L, P, slots = idea.segment_plan(p)
-    gk = tensors["gk"].view(1, -1, 64, 1, p.K)
-    gk[:, L, :] -= 70.0 * torch.arange(1, 65)[:, None, None]                    # segment 1, first chunk
-    gk[:, 3 * L - 2, :] -= 70.0 * torch.arange(1, 65)[:, None, None]            # segment 2, last but one
+    assert (L, P) == (4, 4)
     reach = torch.full((2, slots, 1), -9, dtype=torch.int32, device=DEVICE)
     idea.reach_kernel[(2 * slots,)](
         *(tensors[n].to(DEVICE) for n in ("k", "gk", "beta")), None, None,
         torch.empty(slots, 5, dtype=torch.int64, device=DEVICE), reach, p.T, p.N, slots, H=1, HV=1, K=p.K, L=L, P=P,
         VARLEN=False, ERASED=idea.ERASED, WALK=idea.WALK, num_warps=8,
     )
-    assert (L, P) == (4, 4)
-    assert reach[:, 1, 0].tolist() == [0, 1]
-    assert reach[:, 2, 0].tolist() == [2, 3]
+    return reach[:, :, 0].cpu()
+
+
+def test_each_end_is_walked_by_itself():
+    """A segment that forgets only in its first or only in its last chunk is cut short in one direction alone."""
+    idea, _ = load()
+    p, tensors, _ = stage_inputs(**SHAPE | {"gate": WEAK})
+    gk = tensors["gk"].view(1, -1, 64, 1, p.K)
+    gk[:, 4, :] -= 70.0 * torch.arange(1, 65)[:, None, None]                    # segment 1, first chunk
+    gk[:, 10, :] -= 70.0 * torch.arange(1, 65)[:, None, None]                   # segment 2, last but one
+    reach = reached(idea, p, tensors)
+    assert reach[:, 1].tolist() == [0, 1]
+    assert reach[:, 2].tolist() == [2, 3]
     assert reach[0, 0] == 0                                                      # from h0
     assert reach[1, 3] == 4                                                      # from dht
+
+
+def test_what_is_dropped_is_below_two_to_the_minus_48():
+    """A segment whose four chunks erase 47.6 bits needs its map both ways, one of 48.4 in neither."""
+    idea, _ = load()
+    p, tensors, _ = stage_inputs(**SHAPE | {"gate": WEAK})
+    tensors["beta"] = tensors["beta"].clamp(0, 1)      # with |k| = 1 no step stretches a state
+    gk = tensors["gk"].view(1, -1, 64, 1, p.K)
+    gk[:, 4:8] = -47.6 / 4 / 64 * torch.arange(1, 65)[:, None, None]
+    gk[:, 8:12] = -48.4 / 4 / 64 * torch.arange(1, 65)[:, None, None]
+    reach = reached(idea, p, tensors)
+    assert reach[:, 1].tolist() == [-1, -1]
+    assert reach[:, 2].tolist() == [0, 4]
 
 
 def test_compiles_for_hopper():
