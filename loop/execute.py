@@ -6,11 +6,10 @@ counts and error outputs of the cells, and the rows on disk.
 """
 
 import ast
-import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from loop import registry
@@ -167,20 +166,9 @@ def python_path() -> str:
     return os.pathsep.join([*ours, *given])
 
 
-@contextlib.contextmanager
-def environment(run_id: str) -> Iterator[None]:
+def inherited(run_id: str) -> dict[str, str]:
     """What the kernel inherits: the run id, and where this checkout's modules are."""
-    changes = {"LOOP_RUN_ID": run_id, "PYTHONPATH": python_path(), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return {"LOOP_RUN_ID": run_id, "PYTHONPATH": python_path(), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
 
 def _tag(cell) -> str:

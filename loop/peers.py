@@ -8,7 +8,6 @@ A peer that is not installed, or does not take a case, says so in `supports`. A 
 be timed under its own name, so each one's own predicate is asked first.
 """
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from loop.environ import environment
 from loop.inputs import LEAVES
 
 PEERS = {"kda": ("kernel_fun-0.2.0", "cudnn-1.32"), "cconv": ("fla-gluon", "kernel_fun-0.2.0")}
@@ -53,21 +53,6 @@ def _needs_gpu(supports: Callable) -> Callable:
 
 
 # ---------------------------------------------------------------------------------------------------------- fla's Gluon
-@contextlib.contextmanager
-def environment(**values: str):
-    """Environment variables set for a moment; fla reads its switches at every call."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 @functools.cache
 def _gluon_function():
     """fla's autograd Function with the switch on in both passes: the backward runs later, in autograd's own thread."""

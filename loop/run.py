@@ -18,6 +18,7 @@ from pathlib import Path
 import nbformat
 
 from loop import env, execute, processes, registry, rows
+from loop.environ import environment
 from loop.rows import Row
 
 CELL_TIMEOUT = 900.0  # seconds per cell; fla's first call alone may tune for 220 s
@@ -119,7 +120,7 @@ def run_notebook(
         return result
     folder = make_folder(folder_of(out or out_folder(), run_id))
     executed = folder / "notebook.ipynb"
-    with execute.environment(run_id):
+    with environment(**execute.inherited(run_id)):
         try:
             failure = execute.execute(nb, executed, parameters, timeout, on_cell)
         finally:

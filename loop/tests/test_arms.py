@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loop import arms, bench, cases, check, env, inputs, peers
+from loop.environ import environment
 from loop.tests.conftest import GOOD_KERNEL
 
 CASE = cases.get("kda", "tiny_gva")
@@ -161,7 +162,7 @@ def test_the_earlier_package_is_loaded_under_a_name_of_its_own(tmp_path, monkeyp
 def test_environment_variables_are_put_back(monkeypatch):
     monkeypatch.delenv("FLA_X", raising=False)
     monkeypatch.setenv("FLA_Y", "old")
-    with peers.environment(FLA_X="1", FLA_Y="2"):
+    with environment(FLA_X="1", FLA_Y="2"):
         assert (os.environ["FLA_X"], os.environ["FLA_Y"]) == ("1", "2")
     assert "FLA_X" not in os.environ
     assert os.environ["FLA_Y"] == "old"
