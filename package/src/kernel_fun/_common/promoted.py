@@ -48,6 +48,20 @@ def module_steps(module: ModuleType, p, source: str, stages, outputs) -> list[St
     return [make_step(span, fn, stages, outputs, source, writes.get(span)) for span, fn in spans.items()]
 
 
+def required_steps(ideas, p, stages, outputs) -> list[Step]:
+    """The steps of `ideas`, kernel modules (FAMILY, SPANS, supports) that have to serve `p`.
+
+    NotImplementedError: one does not support `p`; its reason.
+    """
+    steps = []
+    for module in ideas:
+        ok, reason = module.supports(p)
+        if not ok:
+            raise NotImplementedError(f"{module.__name__}: {reason}")
+        steps += module_steps(module, p, module.__name__, stages, outputs)
+    return steps
+
+
 def steps_for(package: str, p, stages, outputs) -> tuple[list[Step], list[str]]:
     """The steps of the promoted kernels that serve `p`, newest first, and for each other kernel its reason."""
     steps, reasons = [], []

@@ -1,42 +1,29 @@
 """The autograd Function behind `causal_conv1d`: runs a plan's forward, saves what it names, runs its backward."""
 import torch
 
-from .._common.once import once
+from .._common import passes
 from .chain import BWD_OUTPUTS, INPUTS
-
-
-def meta(p, cu_seqlens, chunk_indices, chunk_offsets) -> dict:
-    """What a step may ask for beside the chain's tensors."""
-    return {"p": p, "cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets}
 
 
 class CausalConv1dFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, facts, x, weight, bias, residual, h0):
-        inputs = (x, weight, bias, residual, h0)
+    def forward(ctx, plan, facts, *inputs):
         env = plan.run_forward(dict(zip(INPUTS, inputs, strict=True)), facts)
-        packed = (facts["cu_seqlens"], facts["chunk_indices"], facts["chunk_offsets"])
-        token = env["y"].new_empty(0)  # an output that costs nothing: what a second derivative runs into
-        ctx.save_for_backward(*(env[name] for name in plan.saved), *packed, token)
-        ctx.plan, ctx.p, ctx.device = plan, facts["p"], x.device
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs)
-        ctx.set_materialize_grads(False)
+        token = passes.keep(ctx, plan, facts, inputs, env, env["y"])
+        ctx.device = inputs[0].device
         return env["y"], env["ht"], token
 
     @staticmethod
     def backward(ctx, dy, dht, _):
-        plan, p, received = ctx.plan, ctx.p, (dy, dht)
-        *saved, cu_seqlens, chunk_indices, chunk_offsets, token = ctx.saved_tensors
-        env = dict(zip(plan.saved, saved, strict=True))
-        del saved
+        p = ctx.p
+        env, facts, token = passes.recall(ctx)
         with torch.no_grad():
             # dy keeps its strides, 0 included (what `.sum().backward()` sends)
             env["dy"] = torch.zeros(p.B, p.T, p.D, dtype=p.dtype, device=ctx.device) if dy is None else dy
             env["dht"] = None if dht is None else dht.contiguous()
-            env = plan.run_backward(env, meta(p, cu_seqlens, chunk_indices, chunk_offsets))
-            grads = [env[name] if env[name] is None or dtype is None else env[name].to(dtype)
-                     for name, dtype in zip(BWD_OUTPUTS, ctx.dtypes, strict=True)]
-        return None, None, *once("causal_conv1d", token, received, grads)
+            env = ctx.plan.run_backward(env, facts)
+        grads = [env[name] for name in BWD_OUTPUTS]
+        return None, None, *passes.hand_out(ctx, "causal_conv1d", token, (dy, dht), grads)
 
 
 def apply(
@@ -48,6 +35,6 @@ def apply(
     Differentiable in every tensor, once. `chunk_indices` [NT,2] and `chunk_offsets` [N+1] go with `cu_seqlens`, in
     chunks of 64 rows.
     """
-    facts = meta(p, cu_seqlens, chunk_indices, chunk_offsets)
+    facts = passes.meta(p, cu_seqlens, chunk_indices, chunk_offsets)
     y, ht, _ = CausalConv1dFunction.apply(plan, facts, x, weight, bias, residual, h0)
     return y, ht

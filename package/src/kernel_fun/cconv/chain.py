@@ -46,12 +46,7 @@ def make_plan(p: ConvProblem, ideas=(), base: str = "fla", shipped: bool = True)
     `ideas` are kernel modules (FAMILY, SPANS, supports); one that does not support `p` raises NotImplementedError with
     its reason.
     """
-    preferred = []
-    for module in ideas:
-        ok, reason = module.supports(p)
-        if not ok:
-            raise NotImplementedError(f"{module.__name__}: {reason}")
-        preferred += module_steps(module, p, module.__name__)
+    preferred = promoted.required_steps(ideas, p, STAGES, OUTPUTS)
     if shipped:
         preferred += shipped_for(p)[0]
     steps = cover(STAGES, preferred, base_steps(base))

@@ -7,8 +7,8 @@ backend's limit: none of them changes a result.
 import torch
 import torch.nn.functional as F
 
-from .._common import support
-from . import autograd, ops
+from .._common import passes, support
+from . import ops
 
 
 def _arguments(
@@ -68,7 +68,7 @@ def backward(
     env["dy"] = dy_rows
     env["dht"] = None if dht is None else dht.contiguous()
     with support.device_guard(x):
-        env = call.route.run_backward(env, autograd.meta(p, *call.packed))
+        env = call.route.run_backward(env, passes.meta(p, *call.packed))
     dx, dresidual = env["dx"], None if residual is None else dy_rows
     if p.T < T:  # rows beyond cu_seqlens[-1]
         dx, dresidual = (None if t is None else F.pad(t, (0, 0, 0, T - p.T)) for t in (dx, dresidual))
