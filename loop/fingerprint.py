@@ -9,8 +9,8 @@ from loop import env, registry, sources
 HERE = Path(__file__).parent
 CONTRACT = ("contract", "costs", "tensors", "cases", "casetypes")
 PROTOCOL = (
-    "arms", "bench", "calls", "check", "compare", "held", "inputs", "interpreter", "lanes", "measure", "oracle",
-    "peers", "poison", "results", "session", "spans", "stats", "verdict",
+    "arms", "bench", "calls", "check", "compare", "environ", "held", "inputs", "interpreter", "lanes", "measure",
+    "oracle", "peers", "poison", "results", "session", "spans", "stats", "verdict",
 )  # fmt: skip
 
 
