@@ -16,6 +16,8 @@ Why it should be faster: emit has P times 007's programs and 1/P of its chain; b
 Constraints: as 007 (sm_90, K 64 or 128, V a multiple of 64, bf16 or fp16; any gate, any T, packed, GVA), and so few
     scans that two segments a sequence fit on 132 multiprocessors, sequences of 16 chunks or more on average.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernel_fun._common.launch import launch
 
 FAMILY = "kda"
 SMS = 132                   # of an H200
@@ -447,6 +451,11 @@ def supports(p):
     return True, ""
 
 
+@functools.cache
+def _swizzled(itemsize):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=2)
+
+
 def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens, chunk_offsets):
     """Tensors as in the chain's contract. Returns o [B,T,HV,V] (p.dtype) and ht, fp32 [N,HV,K,V] or None."""
     o = torch.empty_like(v)
@@ -456,27 +465,30 @@ def run(*, q, k, v, beta, Akk, gk, h0, Aqk, p, cu_seqlens, chunk_offsets):
     start = torch.empty(slots, p.HV, dtype=torch.int32, device=v.device)
     parts = v.new_empty(slots, p.HV, p.K, p.V + p.K, dtype=torch.float32)
     cut = {"L": L, "P": P, "VARLEN": p.varlen}
-    reach_kernel[(slots * p.HV,)](
-        k, gk, beta, cu_seqlens, chunk_offsets, segments, start, p.T, p.N,
+    launch(
+        reach_kernel, (slots * p.HV,), k, gk, beta, cu_seqlens, chunk_offsets, segments, start, p.T, p.N,
         H=p.H, HV=p.HV, K=p.K, **cut, ERASED=ERASED, WALK=WALK, num_warps=8,
     )
 
     def tiles(x, columns):
         """A descriptor of [64, columns] tiles of the tokens of x."""
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-        return TensorDescriptor.from_tensor(x.view(p.B * p.T, -1), [64, columns], layout)
+        return TensorDescriptor.from_tensor(x.view(p.B * p.T, -1), [64, columns], _swizzled(x.element_size()))
+
+    keys = [tiles(x, p.K) for x in (q, k, gk)]
+    scores = [tiles(x, 64) for x in (Akk, Aqk)]
 
     def scan(bv, columns, emit):
-        scan_kernel[(columns // bv * p.HV * slots,)](
-            *(tiles(x, p.K) for x in (q, k, gk)), tiles(v, bv), tiles(Akk, 64), tiles(Aqk, 64), tiles(o, bv),
+        launch(
+            scan_kernel, (columns // bv * p.HV * slots,), *keys, tiles(v, bv), *scores, tiles(o, bv),
             gk, beta, Aqk, h0, segments, start, parts, o, ht, p.scale, p.T, p.N,
             H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_HT=ht is not None, EMIT=emit,
             VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, num_warps=bv // 16,
         )
 
     scan(min(_tile(p), p.K), p.V + p.K, False)
-    join_kernel[(p.V // 32 * p.HV * p.N,)](
-        parts, start, chunk_offsets, p.T, HV=p.HV, K=p.K, V=p.V, BV=32, SLOTS=256, **cut, num_warps=8,
+    launch(
+        join_kernel, (p.V // 32 * p.HV * p.N,), parts, start, chunk_offsets, p.T,
+        HV=p.HV, K=p.K, V=p.V, BV=32, SLOTS=256, **cut, num_warps=8,
     )
     scan(_tile(p), p.V, True)
     return {"o": o, "ht": ht}

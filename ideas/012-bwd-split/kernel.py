@@ -13,6 +13,8 @@ Why it should be faster: emit has P times 008's programs and 1/P of its chain; b
 Constraints: as 008 on sm_90 (K 64 or 128, V a multiple of 64, bf16 or fp16; any gate, any T, packed, GVA), and so few
     scans that two segments a sequence fit on 132 multiprocessors, sequences of 16 chunks or more on average.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernel_fun._common.launch import launch
 from kernel_fun._common.problem import CHUNK
+from kernel_fun._common.tails import zero_tail
 
 FAMILY = "kda"
 SMS = 132                   # of an H200
@@ -622,23 +626,25 @@ def supports(p):
 
 def _token(like, p, cu_seqlens, columns, dtype):
     x = torch.empty(p.B, p.T, p.HV, columns, dtype=dtype, device=like.device)
-    if p.varlen:                         # tokens after the last sequence belong to none
-        x[:, cu_seqlens[-1]:] = 0
-    return x
+    return zero_tail(x, cu_seqlens) if p.varlen else x     # tokens after the last sequence belong to none
+
+
+@functools.cache
+def _swizzled(itemsize):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=2)
 
 
 def _tiles(x, rows, columns):
     """A descriptor of [rows, columns] tiles of a contiguous matrix."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(x, [rows, columns], _swizzled(x.element_size()))
 
 
 def dAqk(*, do, v_new, p, cu_seqlens, chunk_indices):
     """scale tril(do v_new^T) per chunk: [B,T,HV,64] fp32, zeros above the diagonal."""
     out = _token(do, p, cu_seqlens, CHUNK, torch.float32)
-    dAqk_kernel[(p.NT * p.HV,)](
-        do, v_new, out, cu_seqlens, chunk_indices, p.scale, p.T, HV=p.HV, V=p.V, BV=A_BV, IS_VARLEN=p.varlen,
-        STAGES=A_STAGES, num_warps=A_WARPS, num_stages=A_STAGES,
+    launch(
+        dAqk_kernel, (p.NT * p.HV,), do, v_new, out, cu_seqlens, chunk_indices, p.scale, p.T,
+        HV=p.HV, V=p.V, BV=A_BV, IS_VARLEN=p.varlen, STAGES=A_STAGES, num_warps=A_WARPS, num_stages=A_STAGES,
     )
     return out
 
@@ -660,31 +666,31 @@ def run(
     reach = torch.empty(2, slots, p.HV, dtype=torch.int32, device=q.device)
     parts = torch.empty(slots, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=q.device)
     cut = {"HV": p.HV, "K": p.K, "L": L, "P": P, "VARLEN": p.varlen}
-    reach_kernel[(2 * slots * p.HV,)](
-        k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, slots,
+    launch(
+        reach_kernel, (2 * slots * p.HV,), k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, slots,
         H=p.H, **cut, ERASED=ERASED, WALK=WALK, num_warps=8,
     )
-    token = {name: x.view(p.B * p.T, -1) for name, x in (("q", q), ("k", k), ("v", v), ("gk", gk), ("Aqk", Aqk))}
-    token |= {"Akk": Akk.view(p.B * p.T, -1), "do": do.view(p.B * p.T, -1)}
+    token = {"q": q, "k": k, "v": v, "gk": gk, "Aqk": Aqk, "Akk": Akk, "do": do, "v_new": v_new, "dv": dv}
+    rows = {name: x.view(p.B * p.T, -1) for name, x in token.items()}
+    keys = {name: _tiles(rows[name], CHUNK, p.K) for name in ("q", "k", "gk")}
+    keys |= {name: _tiles(rows[name], CHUNK, CHUNK) for name in ("Aqk", "Akk")}
 
     def scan(bv, tiles, emit):
-        widths = {"v": bv, "do": bv, "Aqk": CHUNK, "Akk": CHUNK}
-        inputs = [
-            _tiles(token[name], CHUNK, widths.get(name, p.K)) for name in ("q", "k", "v", "gk", "Aqk", "Akk", "do")
-        ]
-        outputs = []
-        for states, tokens in ((h, v_new), (dh, dv)):
-            outputs += [_tiles(states.view(-1, p.V), p.K, bv), _tiles(tokens.view(p.B * p.T, -1), CHUNK, bv)]
-        scan_kernel[(tiles * p.HV * slots,)](
-            *inputs, *outputs, v_new, dv, gk, beta, h0, dht, dh0, segments, reach, parts, p.scale, slots,
+        wide = {name: _tiles(rows[name], CHUNK, bv) for name in ("v", "do", "v_new", "dv")} | keys
+        states = [_tiles(x.view(-1, p.V), p.K, bv) for x in (h, dh)]
+        launch(
+            scan_kernel, (tiles * p.HV * slots,), *(wide[name] for name in ("q", "k", "v", "gk", "Aqk", "Akk", "do")),
+            states[0], wide["v_new"], states[1], wide["dv"],
+            v_new, dv, gk, beta, h0, dht, dh0, segments, reach, parts, p.scale, slots,
             H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_DHT=dht is not None,
             FULL=not p.varlen and p.T % CHUNK == 0, EMIT=emit, num_warps=bv // 16,
         )
 
     narrow = min(_tile(p), p.K)
     scan(narrow, (2 * p.V + p.K) // narrow, False)
-    join_kernel[(2 * (p.V // 32) * p.HV * p.N,)](
-        parts, reach, chunk_offsets, p.T, slots, V=p.V, BV=32, MOST=256, **cut, num_warps=8,
+    launch(
+        join_kernel, (2 * (p.V // 32) * p.HV * p.N,), parts, reach, chunk_offsets, p.T, slots,
+        V=p.V, BV=32, MOST=256, **cut, num_warps=8,
     )
     scan(_tile(p), 2 * p.V // _tile(p), True)
     out = {"h": h, "v_new": v_new, "dh": dh, "dh0": dh0, "dv": dv}
