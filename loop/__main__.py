@@ -230,7 +230,7 @@ def run(
     parameter: Annotated[
         list[str] | None, typer.Option("-p", "--parameter", help="NAME=VALUE of the notebook's parameters.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds a cell.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Seconds a cell.", min=1)] = 900.0,
     out: Out = None,
 ):
     """Run an idea's notebook through papermill; 0 only if its kernel lived, every cell ran and a row was written."""
@@ -252,7 +252,7 @@ def nightly(
     force: Annotated[bool, typer.Option("--force", help="Run again what passed before and has not changed.")] = False,
     fail_on: Annotated[str, typer.Option(help="Changes that fail the batch too, by commas, e.g. slower.")] = "",
     accept: Annotated[str, typer.Option(help="Run nothing: compare later batches with this one.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds an idea and case.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds an idea and case.", min=1)] = 3600.0,
     out: Out = None,
 ):
     """Run every idea's notebook, one process each, past failures; say what changed and write a page."""

@@ -58,7 +58,7 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
         session.errors |= no.errors
     except registry.IdeaError as err:
         status, message = Status.ERROR, str(err)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         status, message = Status.ERROR, _raised(arm, err)
         detail = traceback.format_exc()
     return CheckResult(
@@ -79,7 +79,7 @@ def check(arm, case, seeds: int | Sequence[int] = 2, device=None, grad: bool = T
     )
 
 
-def _raised(arm, err: Exception) -> str:
+def _raised(arm, err: BaseException) -> str:
     """An exception in one line, with the line of the idea's kernel.py that it passed through."""
     for module in getattr(arm, "modules", ()):
         path = Path(module.__file__)

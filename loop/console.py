@@ -1,6 +1,7 @@
 """What commands say: results on stdout, progress and errors on stderr."""
 
 import contextlib
+import errno
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,16 +57,36 @@ def _bar() -> Iterator:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def guarded(command: Callable[[], None]) -> None:
-    """Run a command; what it refuses is one line on stderr and exit code 2, a lost GPU context one line and 1."""
+def guarded(app: Callable) -> None:
+    """Run the command line. What it refuses is one line on stderr and exit code 2, a lost GPU context one line and 1.
+
+    An exit that no command asked for comes from code under test, and is no success whatever its code.
+    """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        command()
+        code = app(standalone_mode=False)
     except (ValueError, OSError) as err:
-        say(f"error: {err}")
+        full = isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT)
+        say(f"error: {err.strerror}; free some, or give another folder with --out" if full else f"error: {err}")
         sys.exit(2)
-    except RuntimeError as err:
+    except SystemExit as end:
+        say(f"error: something that was run called sys.exit({end.code!r}), so the command did not come to its end")
+        sys.exit(1)
+    except Exception as err:
+        if hasattr(err, "format_message"):  # of click or of typer's own copy of it: arguments that are not understood
+            say(_usage(err))
+            sys.exit(2)
         if "broke the GPU's context" not in str(err):
             raise
         say(f"error: {err}")
         sys.exit(1)
+    sys.exit(code or 0)
+
+
+def _usage(err) -> str:
+    """A usage error in one line; the whole help where no command was given."""
+    said = err.format_message()
+    if said.startswith("Usage:"):
+        return said
+    command = getattr(getattr(err, "ctx", None), "command_path", "")
+    return f"error: {' '.join(said.split()).rstrip('.')}" + (f"; see {command} --help" if command else "")

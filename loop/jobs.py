@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loop import arms, cases, registry
+from loop import apart, arms, cases, registry
 
+SUPPORTS_SECONDS = 30.0  # for what one idea says to all the cases of a tier
 TIERS = ("smoke", "primary", "full")
 
 
@@ -27,9 +28,7 @@ def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
     """The ideas of a batch, in order. ValueError in one line for an unknown idea or family, or none left."""
     if family is not None and family not in registry.FAMILIES:
         raise ValueError(f"family {family!r} is unknown; known: {', '.join(registry.FAMILIES)}")
-    wanted = {registry.folder(name).name for name in only}
-    ideas = [i for i in registry.all_ideas() if not wanted or i.name in wanted]
-    ideas = [i for i in ideas if family is None or i.family is None or family in i.family]
+    ideas = [i for i in registry.all_ideas(only) if family is None or i.family is None or family in i.family]
     if not ideas:
         raise ValueError(f"no idea of family {family}" if family else "no ideas yet; ./ladder new makes one")
     return ideas
@@ -52,6 +51,17 @@ def _of_tier(idea: registry.Idea, tier: str) -> list[Job]:
         return [Job(idea)]
     # 000 is of every family; its notebook takes the first
     family = idea.family if idea.family in registry.FAMILIES else registry.FAMILIES[0]
-    takes = arms.make(family, idea.id).supports
     listed = list(cases.select(family, tier, "gpu" if arms.on_gpu() else "tiny"))
-    return [Job(idea, case.id) for case in listed if takes(case)[0]] or [Job(idea)]
+    return [Job(idea, case) for case in _taken(idea, listed)] or [Job(idea)]
+
+
+def _taken(idea: registry.Idea, listed: Sequence) -> list[str]:
+    """The cases that the idea takes. None when its supports(p) fails, however it fails: its notebook says so."""
+    if idea.id == registry.BASELINE:
+        return [case.id for case in listed]
+    module = registry.load(idea.id)
+    problems = [(case.id, case.problem(arms.arch())) for case in listed]
+    try:
+        return apart.apart(lambda: [case for case, p in problems if registry.supports(module, p)[0]], SUPPORTS_SECONDS)
+    except apart.Lost:
+        return []

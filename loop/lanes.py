@@ -63,7 +63,7 @@ def guarded(lane: Lane, work: Callable[[], None]) -> None:
         work()
     except torch.OutOfMemoryError as err:
         lane.failure = ("OOM", one_line(err))
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         lane.failure = ("ERROR", f"{type(err).__name__}: {one_line(err)}")
         stop_if_lost(lane)
     if lane.failure:
@@ -78,5 +78,5 @@ def drop(lane: Lane) -> None:
             torch.cuda.empty_cache()
 
 
-def one_line(err: Exception) -> str:
+def one_line(err: BaseException) -> str:
     return " ".join(str(err).split())[:300]

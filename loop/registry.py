@@ -6,7 +6,7 @@ module name that carries the hash: a notebook's re-run picks up an edit, and Tri
 start afresh.
 """
 
-import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -16,22 +16,21 @@ import os
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from loop import apart, rules
+from loop.rules import IdeaError, check_source
+
 FAMILIES = ("kda", "cconv")
 BASELINE = "000"
-ALLOWED_IMPORTS = ("torch", "triton", "cutlass", "fla", "kernel_fun._common")
-HEADINGS = ("Parent", "Delta", "Why it should be faster", "Constraints")
-DOCSTRING_LINES = 25
 _FOLDER = re.compile(r"(\d{3})-([a-z0-9]+(?:-[a-z0-9]+)*)")
+IMPORT_SECONDS = 60.0  # for one kernel.py; CuTe alone takes a few
 _loaded: dict[Path, tuple[str, ModuleType]] = {}
-
-
-class IdeaError(ValueError):
-    """An idea that is not there, does not import, or breaks a rule. The message is one line."""
+_lost: dict[Path, tuple[str, str]] = {}  # kernel.py -> the hash of a source that ended its process, and how
 
 
 @dataclass(frozen=True)
@@ -93,23 +92,55 @@ def closest(word: str, options) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def all_ideas() -> list[Idea]:
-    """Every idea, also the broken ones."""
-    return [find(idea_id) for idea_id in folders()]
+def all_ideas(names: Iterable[str] = ()) -> list[Idea]:
+    """Every idea, or those of these numbers or names, in order; also the broken ones.
+
+    What a kernel.py does as it loads must not end a batch or a page: each is first loaded in a process of its own.
+    """
+    wanted = {folder(name).name for name in names}
+    listed = [path for path in folders().values() if not wanted or path.name in wanted]
+    return [find(path.name, survives=_survives) for path in listed]
 
 
-def find(idea_id: str) -> Idea:
+def find(idea_id: str, survives: Callable[[str], None] = lambda number: None) -> Idea:
     """One idea, with its error instead of an exception when its kernel cannot be used."""
+    idea = glance(idea_id)
+    if idea.id == BASELINE:
+        return idea
+    try:
+        survives(idea.id)
+        module = load(idea.id)
+        return replace(idea, family=module.FAMILY, spans=tuple(module.SPANS))
+    except IdeaError as err:
+        return replace(idea, error=str(err))
+
+
+def glance(idea_id: str) -> Idea:
+    """One idea as its folder and IDEA.md name it; its kernel is not looked at."""
     path = folder(idea_id)
     number, _, slug = path.name.partition("-")
-    family, spans, error = front_matter(path).get("family"), (), None
-    if number != BASELINE:
+    return Idea(number, slug, path, front_matter(path).get("family"), (), None)
+
+
+def _survives(idea_id: str) -> None:
+    """IdeaError when loading the kernel ends its process or never comes to an end. Any other error is `load`'s to say.
+    """
+    path = folder(idea_id) / "kernel.py"
+    sha = hashlib.sha256(_source(path.parent)).hexdigest()
+    if _loaded.get(path, ("",))[0] == sha:
+        return
+
+    def attempt():
+        with contextlib.suppress(IdeaError):
+            load(idea_id)
+
+    if _lost.get(path, ("",))[0] != sha:
         try:
-            module = load(number)
-            family, spans = module.FAMILY, tuple(module.SPANS)
-        except IdeaError as err:
-            error = str(err)
-    return Idea(number, slug, path, family, spans, error)
+            apart.apart(attempt, IMPORT_SECONDS)
+            return
+        except apart.Lost as err:
+            _lost[path] = (sha, f"ideas/{path.parent.name} does not import: kernel.py {err}")
+    raise IdeaError(_lost[path][1])
 
 
 def source_sha(idea_id: str) -> str:
@@ -144,6 +175,8 @@ def _source(folder: Path) -> bytes:
     except FileNotFoundError:
         why = "is fla itself and has no kernel" if folder.name.startswith(BASELINE) else "has no kernel.py"
         raise IdeaError(f"ideas/{folder.name} {why}") from None
+    except OSError as err:
+        raise IdeaError(f"ideas/{folder.name}/kernel.py cannot be read: {err.strerror}") from None
 
 
 def _execute(source: bytes, path: Path, name: str) -> ModuleType:
@@ -161,58 +194,17 @@ def _execute(source: bytes, path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         sys.modules.pop(name, None)
         raise IdeaError(f"ideas/{path.parent.name} does not import: {where(err, path)}") from err
     return module
 
 
-def where(err: Exception, path: Path) -> str:
+def where(err: BaseException, path: Path) -> str:
     """`kernel.py:12: NameError: ...` from an exception's traceback, in one line."""
     lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(path)]
     at = f"kernel.py:{lines[-1]}: " if lines else ""
     return f"{at}{type(err).__name__}: {' '.join(str(err).split())[:300]}"
-
-
-def check_source(source: bytes, path: Path) -> None:
-    """The rules a kernel's text must keep: what it imports, no autotuner, no postponed annotations."""
-    where = f"ideas/{path.parent.name}/kernel.py"
-    try:
-        tree = ast.parse(source, filename=str(path))
-    except (SyntaxError, ValueError) as err:
-        line = f":{err.lineno}" if isinstance(err, SyntaxError) else ""
-        raise IdeaError(
-            f"ideas/{path.parent.name} does not import: kernel.py{line}: SyntaxError: {getattr(err, 'msg', err)}"
-        ) from err
-    for node in ast.walk(tree):
-        for name in _imported(node):
-            if name == "__future__":
-                raise IdeaError(
-                    f"{where}:{node.lineno}: no __future__ import in a kernel file (it breaks CuTe's annotations)"
-                )
-            if not _allowed(name):
-                accepted = f"{', '.join(ALLOWED_IMPORTS)} and the standard library"
-                raise IdeaError(f"{where}:{node.lineno}: imports {name}; a kernel may import {accepted}")
-        if isinstance(node, ast.Attribute) and node.attr == "autotune":
-            raise IdeaError(f"{where}:{node.lineno}: autotuner; tuned values are literals")
-
-
-def _imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        if node.level:
-            return ["." * node.level + (node.module or "")]
-        if node.module == "kernel_fun":
-            return [f"kernel_fun.{alias.name}" for alias in node.names]
-        return [node.module or ""]
-    return []
-
-
-def _allowed(name: str) -> bool:
-    if any(name == ok or name.startswith(ok + ".") for ok in ALLOWED_IMPORTS):
-        return True
-    return name.partition(".")[0] in sys.stdlib_module_names
 
 
 def validate(module: ModuleType, path: Path) -> None:
@@ -270,7 +262,7 @@ def supports(module: ModuleType, p) -> tuple[bool, str]:
     at = f"ideas/{path.parent.name}/kernel.py: supports(p)"
     try:
         found = module.supports(p)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise IdeaError(f"{at} raised {where(err, path)}") from err
     if not (isinstance(found, tuple) and [type(x) for x in found] == [bool, str]):
         raise IdeaError(f"{at} returned {' '.join(repr(found).split())[:100]}; expected (True, '') or (False, reason)")
@@ -279,22 +271,21 @@ def supports(module: ModuleType, p) -> tuple[bool, str]:
 
 def lint(idea_id: str) -> list[str]:
     """House rules that do not stop an experiment but do stop a promotion: docstring headings and length."""
-    text = ast.get_docstring(ast.parse(_source(folder(idea_id)))) or ""
-    found = [
-        f"kernel.py's docstring has no heading {h!r}" for h in HEADINGS if not re.search(rf"^{h}\b", text, re.MULTILINE)
-    ]
-    if len(text.splitlines()) > DOCSTRING_LINES:
-        found.append(f"kernel.py's docstring has {len(text.splitlines())} lines; {DOCSTRING_LINES} at most")
-    return found
+    return rules.lint(_source(folder(idea_id)))
 
 
 def front_matter(folder: Path) -> dict[str, str]:
     """The `key: value` lines between the two `---` of IDEA.md; empty when there is none."""
-    path = folder / "IDEA.md"
-    if not path.exists():
-        return {}
-    match = re.match(r"---\n(.*?)\n---\n", path.read_text(encoding="utf-8"), re.DOTALL)
+    match = re.match(r"---\n(.*?)\n---\n", document(folder), re.DOTALL)
     pairs = (line.partition(":") for line in (match[1] if match else "").splitlines())
     return {
         key.strip(): value.partition(" #")[0].strip().strip("\"'") for key, sep, value in pairs if sep and key.strip()
     }
+
+
+def document(folder: Path) -> str:
+    """The text of IDEA.md; empty when there is none. A byte that is no UTF-8 is shown as such, not an error."""
+    try:
+        return (folder / "IDEA.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

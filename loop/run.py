@@ -116,7 +116,7 @@ def run_notebook(
     if unknown := sorted(set(parameters) - set(known := execute.defaults(nb))):
         text = f"unknown parameter {unknown[0]!r}; the notebook has {', '.join(known) or 'none'}"
         result = RunResult(idea, run_id, "UNKNOWN_PARAMETER", text, 0.0, case=case)
-        record(result, registry.find(idea), parameters)
+        record(result, registry.glance(idea), parameters)
         return result
     folder = make_folder(folder_of(out or out_folder(), run_id))
     executed = folder / "notebook.ipynb"
@@ -128,7 +128,7 @@ def run_notebook(
     result = RunResult(idea, run_id, "PASSED", "", time.monotonic() - began, executed, case=case, rows=rows_of(run_id))
     result.status, result.message = failure or execute.classify(nbformat.read(executed, as_version=4), result.mine)
     result.html = _write_html(executed, result)
-    record(result, registry.find(idea), parameters)
+    record(result, registry.glance(idea), parameters)
     facts = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "rows"}
     (folder / "result.json").write_text(json.dumps(facts, default=str, indent=1) + "\n", encoding="utf-8")
     return result
@@ -213,7 +213,7 @@ def record(result: RunResult, idea: registry.Idea, parameters: Mapping[str, obje
         device=device,
         env=env.collect(),
         cmd=f"./ladder run {result.idea}{flags}",
-        code_sha=hashlib.sha256(idea.kernel.read_bytes()).hexdigest() if idea.kernel.exists() else "",
+        code_sha=hashlib.sha256(idea.kernel.read_bytes()).hexdigest() if idea.kernel.is_file() else "",
     )
     writer = rows.Writer(rows.default_folder(family, device), f"run-{result.idea}", result.run_id)
     result.rows.append(writer.write(row))

@@ -85,7 +85,7 @@ def _spans(spans, chain):
 
 def _parent(parent: str | None, family: str) -> str:
     """The parent's number; 000, fla itself, when none is given. A parent whose kernel is broken may still be one."""
-    idea = registry.find(parent or registry.BASELINE) if parent else None
+    idea = registry.glance(parent) if parent else None
     if idea and idea.id != registry.BASELINE and idea.family and idea.family != family:
         raise ValueError(f"parent {idea.name} is of family {idea.family}, not {family}")
     return idea.id if idea else registry.BASELINE

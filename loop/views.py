@@ -113,8 +113,7 @@ def _history(runs: list[rows.Row]) -> dict:
 # ---------------------------------------------------------------------------------------------------------------- ideas
 def idea(one: registry.Idea, found: Sequence[rows.Row]) -> dict:
     """An idea's page: what it predicts, what came of it, its errors, its difference from its parent, its profiles."""
-    path = one.folder / "IDEA.md"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = registry.document(one.folder)
     front = registry.front_matter(one.folder)
     hypothesis, outcome = (section(text, heading) for heading in ("Hypothesis", "Outcome"))
     mine = [row for row in found if row.arm == one.id]
@@ -175,8 +174,9 @@ def errors(mine: Sequence[rows.Row]) -> list[dict]:
 def difference(one: registry.Idea, parent_id: str) -> list[tuple[str, str]] | None:
     """(kind, line) of the kernel's difference from its parent's; None when one of the two has no kernel."""
     folder = registry.folders().get(parent_id)
-    if folder is None or not one.kernel.exists() or not (folder / "kernel.py").exists():
+    if folder is None or not one.kernel.is_file() or not (folder / "kernel.py").is_file():
         return None
-    old, new = (p.read_text(encoding="utf-8").splitlines() for p in (folder / "kernel.py", one.kernel))
+    paths = (folder / "kernel.py", one.kernel)
+    old, new = (p.read_text(encoding="utf-8", errors="replace").splitlines() for p in paths)
     lines = difflib.unified_diff(old, new, f"{folder.name}/kernel.py", f"{one.name}/kernel.py", n=2, lineterm="")
     return [({"+": "add", "-": "del", "@": "at"}.get(line[:1], ""), line) for line in lines]

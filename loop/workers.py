@@ -53,12 +53,20 @@ def attempt(order: Order, lock: int | None = None, started: Callable = lambda ch
         try:
             started(child)
             code = child.wait(order.timeout)
-            return "RUNNER_DIED", f"its process ended with code {code}; see {run.shown(order.log)}"
+            said = f"its process ended with code {code}{_last_words(order.log)}; see {run.shown(order.log)}"
+            return "RUNNER_DIED", said
         except subprocess.TimeoutExpired:
             return "RUNNER_TIMEOUT", f"ended after {order.timeout:g} s; see {run.shown(order.log)}"
         finally:
             processes.reap(order.run_id)
             child.wait()
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log, which of a traceback says what was wrong; empty where nothing was said."""
+    lines = log.read_bytes()[-4096:].decode("utf-8", "replace").split("\n")
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {said[:300]}" if said else ""
 
 
 class Local:

@@ -75,6 +75,14 @@ def test_as_a_module():
         ("board --family kdb", "family 'kdb' is unknown"),
         ("board --logs /nonexistent", "--logs /nonexistent: there is no such file or folder"),
         ("board --html --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
+        ("nonsense", "No such command 'nonsense'; see"),
+        ("new -5 x --family kda --span fwd.gate", "No such option: -5; see"),
+        ("new 9 --family kda --span fwd.gate", "Missing argument 'slug'; see"),
+        ("new 9 x --family kda", "Missing option '--span'; see"),
+        ("run 007 --timeout 0", "Invalid value for '--timeout'"),
+        ("run 007 --timeout soon", "Invalid value for '--timeout'"),
+        ("nightly --timeout -4", "Invalid value for '--timeout'"),
+        ("nightly --jobs 0", "jobs=0: at least 1"),
         ("new 9 Bad_Slug --family kda --span bwd.gva", "slug 'Bad_Slug'"),
     ],
 )
@@ -181,6 +189,46 @@ def test_failures_are_rows_and_the_code_is_1(ladder, add_idea, tmp_path):
     assert "WRONG_VALUE" in out
     base, bad = rows.read(tmp_path)
     assert (base.status, bad.status, bad.perf) == ("PASSED", "WRONG_VALUE", None)
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "firstcall"])
+def test_a_kernel_that_exits_is_no_success(ladder, add_idea, tmp_path, command):
+    from loop.tests.conftest import GOOD_KERNEL
+
+    add_idea(source=GOOD_KERNEL.replace("    group =", "    raise SystemExit(0)\n    group ="))
+    flags = ("--mode", "bwd", "--blocks", "1") if command == "bench" else ()
+    code, _, err = ladder(command, "kda", "--impl", "005", "--case", "tiny", "--out", str(tmp_path), *flags)
+    assert code == 1, err
+    (row,) = [r for r in rows.read(tmp_path) if r.arm == "005"]
+    assert row.status == ("KERNEL_DIED" if command == "firstcall" else "ERROR")
+    assert ("SystemExit: 0" if command != "firstcall" else "ended with code 0") in row.reason
+
+
+def test_an_exit_from_below_a_command_is_no_success(ladder, monkeypatch):
+    from loop import registry
+
+    monkeypatch.setattr(registry, "all_ideas", lambda: sys.exit(0))
+    code, _, err = ladder("ideas")
+    assert code == 1
+    assert err == "error: something that was run called sys.exit(0), so the command did not come to its end\n"
+
+
+def test_without_a_command_the_help_is_shown(ladder):
+    code, out, err = ladder()
+    assert code == 2
+    assert "nightly" in out + err
+
+
+def test_a_full_disk_is_one_line(ladder, monkeypatch):
+    import errno
+
+    from loop import registry
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(registry, "all_ideas", full)
+    assert ladder("ideas") == (2, "", "error: No space left on device; free some, or give another folder with --out\n")
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from loop import batch, execute, fingerprint, gpus, jobs, live, nightly, registry, rows, run, workers
+from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_run import PARAMETERS, PASS
 
 GOOD = (PASS[0].replace("'000'", "'001'"), PASS[1])
@@ -130,12 +131,37 @@ def test_an_idea_that_does_not_import_is_run_and_fails(tree, add_idea):
     assert (row.family, row.case, row.cmd) == ("kda", "tiny", "./ladder run 004 -p case=tiny")
 
 
+def test_ideas_that_end_the_process_that_loads_them_are_rows(tree, add_idea, monkeypatch, capsys):
+    """The batch itself looks at every kernel: to list it, to ask which cases of a tier it takes, to write the page."""
+    monkeypatch.setattr(registry, "IMPORT_SECONDS", 2.0)
+    monkeypatch.setattr(jobs, "SUPPORTS_SECONDS", 2.0)
+    asks = GOOD_KERNEL.replace("    return (True", "    BODY\n    return (True")
+    sources = {
+        "004": GOOD_KERNEL + "import sys; sys.exit(0)",
+        "005": GOOD_KERNEL + "import os; os.abort()",
+        "006": GOOD_KERNEL + "import time; time.sleep(60)",
+        "007": asks.replace("BODY", "raise KeyError(p.K)"),
+        "008": asks.replace("BODY", "import os; os._exit(0)"),
+        "009": asks.replace("BODY", "import time; time.sleep(60)"),
+    }
+    for number, source in sources.items():
+        add_idea(number, "bad", source)
+    todo = jobs.of(jobs.select([*sources], None), "smoke")
+    assert [(j.idea.id, j.case) for j in todo] == [(number, "") for number in sources]
+    assert [bool(j.idea.error) for j in todo] == [True] * 3 + [False] * 3
+    assert nightly.nightly(only=["001"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == "1 passed, 0 failed"
+    assert "005-bad does not import: kernel.py ended its process by SIGABRT" in Path(said[-1]).read_text()
+
+
 def test_an_idea_that_disappears_is_a_row(tree):
     gone = registry.find("002")
     shutil.rmtree(gone.folder)
     one = nightly._Run(batch.start(tree / "out", "b1"), [jobs.Job(gone)], workers.Local(), tree / "out", 60.0)
     one.work([], [gpus.Device("cpu")])
     assert [(d.result.idea, d.result.status) for d in one.batch.done] == [("002", "RUNNER_DIED")]
+    assert "code 1: loop.rules.IdeaError: no idea '002'" in one.batch.done[0].result.message
     assert "no idea '002'" in (tree / "out" / "runs" / "b1-002.log").read_text()
     assert [(r.arm, r.status, r.code_sha) for r in rows.read()] == [("002", "RUNNER_DIED", "")]
 

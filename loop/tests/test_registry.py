@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 
 import pytest
 
@@ -120,3 +121,38 @@ def test_lint_asks_for_the_headings(add_idea):
 def test_every_idea_of_this_repository_reads():
     for idea in registry.all_ideas():
         assert "\n" not in (idea.error or "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import sys; sys.exit(0)", r"006-bad does not import: kernel.py:\d+: SystemExit: 0"),
+        ("import os; os._exit(0)", "006-bad does not import: kernel.py ended its process with exit code 0"),
+        ("import os; os.abort()", "006-bad does not import: kernel.py ended its process by SIGABRT"),
+        ("import time; time.sleep(60)", "006-bad does not import: kernel.py took longer than 1 s"),
+    ],
+)
+def test_what_a_kernel_does_as_it_loads_ends_no_listing(add_idea, monkeypatch, line, message):
+    monkeypatch.setattr(registry, "IMPORT_SECONDS", 1.0)
+    add_idea()
+    add_idea("006", "bad", GOOD_KERNEL + line + "\n")
+    for _ in range(2):  # what is known of a source is not tried again
+        good, bad = registry.all_ideas()
+        assert (good.error, good.spans) == (None, ("bwd.gva",))
+        assert re.search(message, bad.error)
+        assert (bad.family, bad.spans) == ("kda", ())
+    (bad.folder / "kernel.py").write_text(GOOD_KERNEL)
+    assert [i.error for i in registry.all_ideas()] == [None, None]
+
+
+def test_files_that_cannot_be_read_are_an_ideas_error_and_no_more(add_idea):
+    folder = add_idea("006", "latin")
+    (folder / "kernel.py").write_bytes(GOOD_KERNEL.encode() + b"# \xe9\n")
+    (folder / "IDEA.md").write_bytes((folder / "IDEA.md").read_bytes() + b"\xe9")
+    (add_idea("007", "folder") / "kernel.py").unlink()
+    (registry.folder("007") / "kernel.py").mkdir()
+    latin, other = registry.all_ideas()
+    line = GOOD_KERNEL.count("\n") + 1
+    assert latin.error == f"ideas/006-latin does not import: kernel.py:{line}: not UTF-8"
+    assert latin.family == "kda"
+    assert other.error == "ideas/007-folder/kernel.py cannot be read: Is a directory"
