@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ALLOWED_IMPORTS = ("torch", "triton", "cutlass", "fla", "kernel_fun._common")
+PROMOTED = re.compile(r"kernel_fun\.\w+\.stages\.(k\d{3}_\w+)")  # a kernel may launch what a promoted one already holds
 HEADINGS = ("Parent", "Delta", "Why it should be faster", "Constraints")
 DOCSTRING_LINES = 25
 
@@ -55,9 +56,15 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _allowed(name: str) -> bool:
-    if any(name == ok or name.startswith(ok + ".") for ok in ALLOWED_IMPORTS):
+    if any(name == ok or name.startswith(ok + ".") for ok in ALLOWED_IMPORTS) or PROMOTED.fullmatch(name):
         return True
     return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def builds_on(source: bytes) -> list[str]:
+    """The promoted kernels that a kernel's text imports, by module name."""
+    names = [name for node in ast.walk(ast.parse(source)) for name in _imported(node)]
+    return sorted({found[1] for name in names if (found := PROMOTED.fullmatch(name))})
 
 
 def lint(source: bytes) -> list[str]:

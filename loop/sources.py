@@ -32,7 +32,7 @@ def combined(shas: list[str]) -> str:
 
 
 # Of the package, what decides a result or its time: the kernels, and what puts them in order and launches them.
-_COMMON = ("plan.py", "problem.py", "ptx.py")
+_COMMON = ("launch.py", "passes.py", "plan.py", "problem.py", "ptx.py", "tails.py")
 _FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")
 
 

@@ -253,3 +253,11 @@ def test_what_this_repository_ships_is_what_was_promoted():
     cited = {row_id for family in registry.FAMILIES for s in promote.shipped(family) for row_id in s.rows}
     assert cited <= recorded
     assert not [item for item in promote.drift() if not item["idea"]]
+
+
+def test_what_an_idea_builds_on_must_be_promoted(idea, good):
+    kernel = idea / "ideas" / "005-sum-heads" / "kernel.py"
+    nested = "\n\ndef _scan():\n    from kernel_fun.kda.stages.k003_other import scan\n    return scan\n"
+    kernel.write_text(kernel.read_text() + nested)
+    git(idea, "commit", "-qam", "x")
+    assert "kernel.py imports k003_other, which is not promoted" in refusal([good()])
