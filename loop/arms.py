@@ -79,12 +79,17 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def known_names(family: str) -> list[str]:
-    """Every arm name that `make` accepts for the family, combinations aside."""
+def _unknown(family: str, name: str, idea: str) -> ArmError:
+    """What to say of a name that is no arm: the closest ones, and all there are, peers that are not here apart."""
     from loop import peers
 
     ids = [i.id for i in registry.all_ideas() if i.id != registry.BASELINE and i.family in (family, None)]
-    return [registry.BASELINE, "ship", *ids, *peers.names(family)]
+    known = [registry.BASELINE, "ship", *ids, *filter(peers.installed, peers.names(family))]
+    absent = [peer for peer in peers.names(family) if peer not in known]
+    said = f"arms are {', '.join(known)}, and 005+007, 005@000"
+    if absent:
+        said += f"; not installed here: {', '.join(absent)}"
+    return ArmError(f"no arm {name!r} in {family}{registry.closest(idea, known + absent)}; {said}")
 
 
 def make(family: str, name: str) -> Arm:
@@ -105,9 +110,7 @@ def make(family: str, name: str) -> Arm:
     numbers = registry.folders()
     for idea in ideas:
         if idea not in numbers or idea == registry.BASELINE:
-            known = known_names(family)
-            near = registry.closest(idea, known)
-            raise ArmError(f"no arm {name!r} in {family}{near}; arms are {', '.join(known)}, and 005+007, 005@000")
+            raise _unknown(family, name, idea)
     return _spliced(family, name, ideas, base)
 
 

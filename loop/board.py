@@ -43,6 +43,15 @@ def is_stale(row: rows.Row, current: dict | None = None) -> bool:
     return current[arm] != row.code_sha
 
 
+def tree(row: rows.Row) -> str:
+    """Which tree the row is of, and who says so: git itself, or whoever ran it where there is no git (`loop.env`)."""
+    commit, source = row.env.get("git_commit"), row.env.get("git_source")
+    if not commit:
+        return "unknown"
+    said = {"git": "", "environment": " (from environment)"}.get(source, " (unknown source)")
+    return commit[:7] + (" dirty" if row.env.get("git_dirty") else "") + said
+
+
 def entry(row: rows.Row, current: dict | None = None) -> dict:
     """One object of `./ladder board --json`, from a row with a time."""
     named = {"family", "case", "mode", "arm", "baseline", "device", "row_id", "code_sha"}
@@ -73,6 +82,7 @@ def tables(found: list[rows.Row], families: Sequence[str] = registry.FAMILIES) -
     from rich.table import Table
 
     verdicts = {r.row_id: r.verdict for r in found}
+    trees = {r.row_id: tree(r) for r in found}
     made: dict[tuple, Table] = {}
     previous = None
     for e in entries(found, families):
@@ -94,10 +104,10 @@ def tables(found: list[rows.Row], families: Sequence[str] = registry.FAMILIES) -
                 "of floor",
                 "peak GiB",
                 "row",
+                "tree",
             ):
-                made[place].add_column(
-                    column, justify="left" if column in ("case", "mode", "arm", "vs", "verdict", "row") else "right"
-                )
+                words = ("case", "mode", "arm", "vs", "verdict", "row", "tree")
+                made[place].add_column(column, justify="left" if column in words else "right")
         group = (*place, e["case"], e["mode"])
         if previous and previous != group and previous[:2] == place:
             made[place].add_section()
@@ -109,7 +119,7 @@ def tables(found: list[rows.Row], families: Sequence[str] = registry.FAMILIES) -
         made[place].add_row(
             e["case"] if first else "", e["mode"] if first else "", e["arm"], e["baseline"], f"{e['ratio']:.3f}",
             f"{e['ci_low']:.3f} to {e['ci_high']:.3f}", verdict, f"{e['ms']:.3f}", f"{e['baseline_ms']:.3f}",
-            _number(e["floor_ms"]), share, peak, e["row_id"], style="dim" if e["stale"] else None,
+            _number(e["floor_ms"]), share, peak, e["row_id"], trees[e["row_id"]], style="dim" if e["stale"] else None,
         )  # fmt: skip
     failed = failures(found, families)
     if failed:

@@ -29,6 +29,15 @@ def names(family: str) -> tuple[str, ...]:
     return PEERS[family]
 
 
+def installed(name: str) -> bool:
+    """Is the peer's code on this machine? Whether it takes a case is its arm's `supports` to say."""
+    if name == "kernel_fun-0.2.0":
+        return _kernel_fun_init() is not None
+    if name == "cudnn-1.32":
+        return importlib.util.find_spec("cudnn") is not None
+    return True  # fla's own
+
+
 def make(family: str, name: str):
     """The peer's arm."""
     from loop import arms, sources
@@ -95,14 +104,19 @@ def gluon_cconv(inputs):
 
 
 # ---------------------------------------------------------------------------------------------------- kernel_fun 0.2.0
+def _kernel_fun_init() -> Path | None:
+    folder = os.environ.get("PEER_KERNEL_FUN")
+    init = Path(folder or ".") / "kernel_fun" / "__init__.py"
+    return init if folder and init.exists() else None
+
+
 @functools.cache
 def _kernel_fun_package():
     """The earlier package under a name of its own: it imports itself relatively throughout. None when it is not
     there.
     """
-    folder = os.environ.get("PEER_KERNEL_FUN")
-    init = Path(folder or ".") / "kernel_fun" / "__init__.py"
-    if not folder or not init.exists():
+    init = _kernel_fun_init()
+    if init is None:
         return None
     name = "peer_kernel_fun"
     spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(init.parent)])

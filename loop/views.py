@@ -30,12 +30,14 @@ def markdown(text: str) -> Markup:
 def leaderboard(found: Sequence[rows.Row]) -> list[dict]:
     """Groups of one family, case, mode and device, GPUs first; in each the newest times, fastest first."""
     verdicts = {row.row_id: row.verdict for row in found}
+    trees = {row.row_id: board.tree(row) for row in found}
     past = histories(found)
     groups: dict[tuple, list[dict]] = {}
     for e in board.entries(found):
         key = (e["device"] == "cpu", e["family"], e["case"], e["mode"], e["device"])
         runs = past[e["family"], e["arm"], e["case"], e["mode"], e["baseline"], e["device"]]
-        groups.setdefault(key, []).append(_entry(e) | {"verdict": verdicts.get(e["row_id"], ""), "history": runs})
+        more = {"verdict": verdicts.get(e["row_id"], ""), "tree": trees.get(e["row_id"], "")}
+        groups.setdefault(key, []).append(_entry(e) | more | {"history": runs})
     return [
         {"title": " · ".join(key[1:]), "cpu": key[0], "entries": sorted(listed, key=lambda e: -e["ratio"])}
         for key, listed in sorted(groups.items())
@@ -123,7 +125,8 @@ def idea(one: registry.Idea, found: Sequence[rows.Row]) -> dict:
         "spans": ", ".join(one.spans), "status": front.get("status", ""), "error": one.error,
         "parent": parent(front), "hypothesis": markdown(hypothesis), "outcome": markdown(outcome),
         "predicted": markdown(prediction(hypothesis)), "measured": [_entry(board.entry(r)) for r in newest],
-        "verdicts": {row.row_id: row.verdict for row in newest}, "errors": errors(mine),
+        "verdicts": {row.row_id: row.verdict for row in newest},
+        "trees": {row.row_id: board.tree(row) for row in newest}, "errors": errors(mine),
         "history": [
             (f"{case} · {mode} against {baseline} · {device}", h)
             for (_, _, case, mode, baseline, device), h in sorted(histories(mine).items(), key=str)

@@ -105,6 +105,17 @@ def test_an_idea_that_does_not_import_is_named(add_idea):
         arms.make("kda", "005")
 
 
+def test_peers_that_are_not_here_are_listed_apart(add_idea, monkeypatch, tmp_path):
+    add_idea()
+    monkeypatch.setenv("PEER_KERNEL_FUN", str(tmp_path))
+    with pytest.raises(arms.ArmError, match=r"arms are .*005@000; not installed here: kernel_fun-0\.2\.0"):
+        arms.make("kda", "999")
+    (tmp_path / "kernel_fun").mkdir()
+    (tmp_path / "kernel_fun" / "__init__.py").touch()
+    with pytest.raises(arms.ArmError, match=r"arms are 000, ship, fla-gluon, kernel_fun-0\.2\.0, and [^;]*$"):
+        arms.make("cconv", "999")
+
+
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f in peers.PEERS for n in peers.names(f)])
 def test_peers_say_why_they_cannot_run_here(family, name):
     if torch.cuda.is_available():

@@ -84,6 +84,24 @@ def test_tables_show_the_share_of_the_floor_and_the_failures(add_idea, capsys):
     assert "(stale)" not in out
 
 
+def test_a_row_says_which_tree_it_is_of_and_who_says_so(add_idea, capsys):
+    from rich.console import Console
+
+    add_idea()
+    commit = "0123456789" * 4
+    told = {"git_commit": commit, "git_dirty": False, "git_source": "environment"}
+    said = {
+        "0123456": told | {"git_source": "git"},
+        "0123456 dirty": told | {"git_source": "git", "git_dirty": True},
+        "0123456 (from environment)": told,
+        "0123456 (unknown source)": {"git_commit": commit},
+        "unknown": {"git_commit": None, "git_dirty": None, "git_source": "unknown"},
+    }
+    assert [board.tree(sealed(env=env)) for env in said.values()] == [*said]
+    Console(width=220).print(*board.tables([sealed(env=told)]))
+    assert "0123456 (from environment)" in capsys.readouterr().out
+
+
 def test_checks_and_runs_are_not_on_the_board(ladder_root):
     check = sealed(kind="check", mode=None, baseline=None, perf=None)
     assert board.newest([check]) == []
