@@ -93,7 +93,7 @@ def _step(family, span, fn, writes=None):
 def _reference_step(family: str, stage: str, p):
     """The plain-torch function of one stage for `p`, as a step."""
     reference = importlib.import_module(f"kernel_fun.{family}.reference")
-    table = reference.spans(p) if hasattr(reference, "spans") else reference.STAGES
+    table = reference.spans(p)
     return _step(family, stage, table[stage])
 
 

@@ -49,6 +49,18 @@ def test_every_shipped_kernel_keeps_the_interface(family):
 
 
 @pytest.mark.parametrize("family", CHAINS)
+@pytest.mark.parametrize("base", promoted.BASES)
+def test_every_stage_has_a_function_under_the_promoted_kernels(family, base):
+    chain, p = CHAINS[family], PROBLEMS[family]
+    steps = chain.base_steps(p, base)
+    assert all(step.source.startswith(f"{base}:{step.span[0]}") for step in steps)
+    covered = [name for step in steps for name in step.span]
+    assert sorted(set(covered)) == sorted(stage.name for stage in chain.STAGES)
+    with pytest.raises(ValueError, match="base='cuda': accepted are 'fla' and 'reference'"):
+        chain.make_plan(p, base="cuda")
+
+
+@pytest.mark.parametrize("family", CHAINS)
 def test_shipped_kernels_import_only_what_is_installed_with_the_package(family):
     for entry in shipped(family):
         tree = ast.parse((PACKAGE / family / "stages" / f"{entry.module}.py").read_text())

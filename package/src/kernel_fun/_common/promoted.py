@@ -1,4 +1,6 @@
-"""The promoted kernels of a family: imported once, and for a problem, which serve it and why the others do not."""
+"""What can stand in a family's chain: its promoted kernels, imported once, which of them serve a problem and why the
+others do not; the modules of ideas; and under all of them fla's stages, or those of the plain-torch reference.
+"""
 import functools
 import importlib
 import importlib.util
@@ -72,3 +74,17 @@ def steps_for(package: str, p, stages, outputs) -> tuple[list[Step], list[str]]:
         else:
             reasons.append(f"{name}: {reason}")
     return steps, reasons
+
+
+BASES = {"fla": "fla_stages", "reference": "reference"}
+
+
+def base_steps(package: str, base: str, p, stages, outputs) -> list[Step]:
+    """One step per stage of the family `package`, from fla or from the plain-torch reference.
+
+    ValueError: `base` is neither "fla" nor "reference".
+    """
+    if base not in BASES:
+        raise ValueError(f"base={base!r}: accepted are {' and '.join(map(repr, BASES))}")
+    spans = importlib.import_module(f"{package}.{BASES[base]}").spans(p)
+    return [make_step(span, fn, stages, outputs, f"{base}:{span}") for span, fn in spans.items()]

@@ -5,7 +5,7 @@ None, y [B,T,D]. For every problem the plan takes, newest first, the promoted ke
 pass without one is fla's. On CPU tensors both passes are the plain torch in `reference.py`.
 """
 from .._common import promoted
-from .._common.plan import Plan, Stage, build, cover, make_step
+from .._common.plan import Plan, Stage, build, cover
 from .._common.problem import ConvProblem
 
 STAGES = (
@@ -29,15 +29,9 @@ def shipped_for(p: ConvProblem) -> tuple[list, list[str]]:
     return promoted.steps_for(__package__, p, STAGES, OUTPUTS)
 
 
-def base_steps(base: str) -> list:
+def base_steps(p: ConvProblem, base: str) -> list:
     """One function per pass, from fla or from the plain-torch reference."""
-    if base == "fla":
-        from . import fla_stages as stages
-    elif base == "reference":
-        from . import reference as stages
-    else:
-        raise ValueError(f"base={base!r}: accepted are 'fla' and 'reference'")
-    return [make_step(span, fn, STAGES, OUTPUTS, f"{base}:{span}") for span, fn in stages.STAGES.items()]
+    return promoted.base_steps(__package__, base, p, STAGES, OUTPUTS)
 
 
 def make_plan(p: ConvProblem, ideas=(), base: str = "fla", shipped: bool = True) -> Plan:
@@ -49,5 +43,5 @@ def make_plan(p: ConvProblem, ideas=(), base: str = "fla", shipped: bool = True)
     preferred = promoted.required_steps(ideas, p, STAGES, OUTPUTS)
     if shipped:
         preferred += shipped_for(p)[0]
-    steps = cover(STAGES, preferred, base_steps(base))
+    steps = cover(STAGES, preferred, base_steps(p, base))
     return build(steps, INPUTS, FWD_OUTPUTS, BWD_INPUTS, BWD_OUTPUTS)

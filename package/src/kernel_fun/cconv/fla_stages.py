@@ -3,6 +3,7 @@
 Both go through fla's backend dispatch, so a backend the user turned on (`FLA_CONV_GLUON=1`) is the one that runs, but
 never come back here.
 """
+from .._common.problem import ConvProblem
 from .._common.support import fla_only
 
 
@@ -28,4 +29,6 @@ def bwd(*, x, weight, bias, residual, h0, dy, dht, p, cu_seqlens, chunk_indices)
     return {"dx": dx, "dw": dw, "db": db, "dresidual": dresidual, "dh0": dh0}
 
 
-STAGES = {"fwd": fwd, "bwd": bwd}
+def spans(p: ConvProblem) -> dict:
+    """Span -> function, one per pass."""
+    return {"fwd": fwd, "bwd": bwd}

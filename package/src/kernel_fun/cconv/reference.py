@@ -13,6 +13,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from .._common.problem import ConvProblem
+
 
 def _spans(x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
     """(batch row, first token, end token) of every sequence, in order."""
@@ -141,3 +143,8 @@ def _bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
 
 
 STAGES = {"fwd": _fwd, "bwd": _bwd}  # stage name -> function of the stage's tensors, as a chain calls it
+
+
+def spans(p: ConvProblem) -> dict:
+    """Span -> function, one per pass."""
+    return dict(STAGES)

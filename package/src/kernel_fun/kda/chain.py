@@ -7,7 +7,7 @@ other stages are fla's, called one by one. On CPU tensors the same table runs on
 """
 
 from .._common import promoted
-from .._common.plan import Plan, Stage, build, cover, make_step
+from .._common.plan import Plan, Stage, build, cover
 from .._common.problem import KdaProblem
 
 STAGES = (
@@ -55,14 +55,8 @@ def shipped_for(p: KdaProblem) -> tuple[list, list[str]]:
 
 
 def base_steps(p: KdaProblem, base: str) -> list:
-    """One function per stage from fla, or from the plain-torch reference."""
-    if base == "fla":
-        from . import fla_stages as stages
-    elif base == "reference":
-        from . import reference as stages
-    else:
-        raise ValueError(f"base={base!r}: accepted are 'fla' and 'reference'")
-    return [make_step(span, fn, STAGES, OUTPUTS, f"{base}:{span}") for span, fn in stages.spans(p).items()]
+    """One function per stage, from fla or from the plain-torch reference."""
+    return promoted.base_steps(__package__, base, p, STAGES, OUTPUTS)
 
 
 def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True) -> Plan:
