@@ -147,7 +147,7 @@ class Row(Part):
     axes: dict[str, Any] = {}  # the case: shape, dtypes, flags, distribution
     stages: tuple[str, ...] = ()  # which source ran each step
     launches: dict[str, int] = {}  # kernels seen on the device in one call
-    protocol: str = "v1"
+    protocol: str = "v2"  # of loop.bench, where it says what v1 was
     check: Check | None = None
     perf: Perf | None = None
     firstcall: FirstCall | None = None

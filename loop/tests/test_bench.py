@@ -276,7 +276,8 @@ def test_the_gpus_path_replays_graphs_over_sets_past_the_l2(gpu, baseline_check,
     assert gpu.captures == 1
     per_set = row.perf.input_bytes // row.perf.input_sets
     assert per_set * (row.perf.input_sets - 1) < 3 * 20_000 <= row.perf.input_bytes
-    samples = 3 * 2  # blocks times the baseline and its A/A
+    samples = (bench.COLD_BLOCKS + 3) * 2  # blocks times the baseline and its A/A
+    assert [len(kept) for kept in (row.perf.block_ms, row.perf.aa_block_ms)] == [3, 3]
     reps = row.perf.calls_per_sample // row.perf.input_sets
     assert gpu.replays == samples * (1 + reps) + 2  # one untimed before each sample; two to warm and estimate
     assert len(gpu.sleeps) == samples
