@@ -2,6 +2,7 @@
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop.tests import browser
 from loop.tests.test_page import ladder, written  # noqa: F401  (fixtures)
 

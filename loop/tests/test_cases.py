@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loop import cases, inputs
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 ALL = [case for family in cases.FAMILIES for case in cases.family_cases(family).values()]
 TINY = [case for case in ALL if "tiny" in case.tags]

@@ -2,6 +2,7 @@
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import batch, changes, nightly, registry, rows, run
 from loop.batch import Done
 from loop.run import RunResult

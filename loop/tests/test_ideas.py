@@ -2,6 +2,7 @@
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import check, registry, session
 
 IDEAS = [idea.id for idea in registry.all_ideas() if idea.error is None]

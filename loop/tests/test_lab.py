@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import execute, rows, scaffold
 from loop.tests import browser
 

@@ -9,13 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
 from rich.console import Console
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import batch, execute, fingerprint, gpus, jobs, live, nightly, registry, rows, run, workers
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_run import PARAMETERS, PASS
+
+nbformat = pytest.importorskip("nbformat")
 
 GOOD = (PASS[0].replace("'000'", "'001'"), PASS[1])
 CELLS = {

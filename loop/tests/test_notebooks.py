@@ -2,10 +2,12 @@
 
 import math
 
-import nbformat
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import notebooks, registry
+
+nbformat = pytest.importorskip("nbformat")
 
 SHARED = ("tour", "leaderboard", "stage_budget", "numerics")
 COMMITTED = sorted(notebooks.ROOT.glob("ideas/*/bench.ipynb"))

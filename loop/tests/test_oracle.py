@@ -3,10 +3,11 @@ differences'."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loop import cases, inputs, oracle
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 SHORT = [c for f in cases.FAMILIES for c in cases.select(f, "tiny") if c.T <= oracle.RECURRENT_TOKENS]
 

@@ -5,13 +5,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
-import nbformat
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import batch, board, budget, changes, page, plots, registry, rows, views
 from loop.run import RunResult
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_rows import make_row, perf
+
+nbformat = pytest.importorskip("nbformat")
 
 ENTRY = {
     "family": "kda", "case": "prod8192_gate", "mode": "fwdbwd", "arm": "002", "baseline": "000", "ratio": 1.25,

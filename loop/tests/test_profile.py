@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import cases, ncu, plots, profile, promote, registry, steps
 
 TABLES = {"005-sum-heads": {"mine": (2.0, 1), "fla_b": (1.0, 2)}, "000": {"fla_a": (6.0, 1)}}

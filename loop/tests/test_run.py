@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 
-import nbformat
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import execute, processes, rows, run
+
+nbformat = pytest.importorskip("nbformat")
 
 PARAMETERS = ("idea: str = '000'\nseed: int = 0  # of the inputs", ["parameters"])
 RECORD = """

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import loop.tests.notebook_tools  # noqa: F401
 from kernel_fun.kda import autograd, chain
 from loop import arms, cases, inputs, notebooks, registry, scaffold
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import registry, rows, scaffold, session
 
 

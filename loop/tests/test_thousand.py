@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import page, rows
 from loop.tests.test_page import Document
 from loop.tests.test_rows import make_row, perf

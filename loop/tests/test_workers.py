@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import loop.tests.notebook_tools  # noqa: F401
 from loop import arms, gpus, nightly, processes, rows, workers
 from loop.tests.test_nightly import tree  # noqa: F401  (a fixture)
 
