@@ -86,6 +86,8 @@ KDA = (
          dist=Dist("rand", 2.0, strength=1e-3)),
     _gpu("persist", "nothing decays: rounding of a carried state adds up", B=1, T=8192, H=16,
          dist=Dist("randn", 0.04, strength=2e-5), **_STATE),
+    _gpu("long131k", "more than 2^30 elements a tensor, and a last chunk of two rows", T=131138, H=64,
+         beta_dtype="bf16", **_TRAIN),
     _gpu("fp16", "fp16 tensors", B=2, T=4096, H=16, dtype="fp16", **{**_TRAIN, "g_dtype": "fp16"}),
 )  # fmt: skip
 

@@ -32,7 +32,7 @@ def combined(shas: list[str]) -> str:
 
 
 # Of the package, what decides a result or its time: the kernels, and what puts them in order and launches them.
-_COMMON = ("launch.py", "passes.py", "plan.py", "problem.py", "ptx.py", "tails.py")
+_COMMON = tuple(f"{x}.py" for x in ["blocks", "cutecall", "launch", "passes", "plan", "problem", "ptx", "tails"])
 _FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")
 
 

@@ -35,6 +35,8 @@ case, module = cases.get("kda", "tiny_wide"), registry.load(sys.argv[1])
 p = dataclasses.replace(case.problem(), arch=(9, 0))
 assert module.supports(p) == (True, ""), module.supports(p)
 for span, fn in module.SPANS.items():
+    if hasattr(module, "launch"):
+        module.launch = lambda *a, **k: None
     env, meta = spans.operands(case, p, contract.parse_span("kda", span)[0], 0, torch.device("cpu"))
     spans._step("kda", span, fn)(env, meta)
 assert compiled

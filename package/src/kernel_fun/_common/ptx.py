@@ -7,7 +7,7 @@ multiply-add together.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 _ptx = cute.arch.inline_ptx
 
@@ -199,3 +199,138 @@ def ldmatrix(addr):
 
 def zeros(n):
     return [Float32(0.0)] * n
+
+
+# ------------------------------------------------------------ addresses that need no arithmetic, predicates on a row
+# A global access is address + off, `off` a literal in bytes. `left` is how many rows there are from the thread's own
+# one on; `row` is a literal, and the row exists if row < left.
+def copy(to, address, n, l2=""):
+    """Copy n bytes (8 or 16) to shared memory without waiting; l2: what L2 should fetch with it, as ".L2::128B"."""
+    cache = "cg" if n == 16 else "ca"
+    _ptx(f"cp.async.{cache}.shared.global{l2} [{{$r0}}], [{{$r1}}], {n};", read_only_args=[to, address])
+
+
+def copy_row(to, address, off, n, left, row, l2=""):
+    """The same, but zeros where the row does not exist."""
+    cache = "cg" if n == 16 else "ca"
+    _ptx(
+        f"{{ .reg .pred p; setp.le.s32 p, {{$r2}}, {row}; "
+        f"cp.async.{cache}.shared.global{l2} [{{$r0}}], [{{$r1}}+{off}], {n}, p; }}",
+        read_only_args=[to, address, left],
+    )
+
+
+def wait_group(n):
+    """All but this thread's last n groups of copies have landed."""
+    _ptx(f"cp.async.wait_group {n};")
+
+
+def sync_warp():
+    _ptx("bar.warp.sync -1;")
+
+
+def sync_cta():
+    _ptx("bar.sync 0;")
+
+
+def load_row(kind, n, dtype, address, off, left, row):
+    """n registers from a row, zeros where it does not exist."""
+    regs = ", ".join(f"{{$w{x}}}" for x in range(n))
+    target, vec = (f"{{{regs}}}", f".v{n}") if n > 1 else (regs, "")
+    clear = " ".join(f"mov.b32 {{$w{x}}}, 0;" for x in range(n))
+    return _ptx(
+        f"{{ .reg .pred p; {clear} setp.gt.s32 p, {{$r1}}, {row}; "
+        f"@p ld.global{vec}.{kind} {target}, [{{$r0}}+{off}]; }}",
+        write_only_types=[dtype] * n,
+        read_only_args=[address, left],
+    )
+
+
+def store_row(kind, address, off, left, row, *x):
+    regs = ", ".join(f"{{$r{j + 2}}}" for j in range(len(x)))
+    regs, vec = (f"{{{regs}}}", f".v{len(x)}") if len(x) > 1 else (regs, "")
+    _ptx(
+        f"{{ .reg .pred p; setp.gt.s32 p, {{$r1}}, {row}; @p st.global{vec}.{kind} [{{$r0}}+{off}], {regs}; }}",
+        read_only_args=[address, left, *x],
+    )
+
+
+def sts2(addr, x):
+    _ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, *x])
+
+
+def lds2f(addr):
+    return _ptx("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[addr])
+
+
+def ldmatrix_n(addr, n, transposed):
+    """n (2 or 4) 8x8 bf16 matrices, a register each; lane 8 i + r has the address of row r of the i-th. Transposed, the
+    registers hold the transposed matrices."""
+    trans = ".trans" if transposed else ""
+    regs = ", ".join(f"{{$w{x}}}" for x in range(n))
+    return _ptx(
+        f"ldmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 {{{regs}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * n,
+        read_only_args=[addr],
+    )
+
+
+# --------------------------------------------------------------------------------- eight rows of a warp: lane / 4
+def sum_later_rows(x):
+    """The sum over this and the later ones of the eight rows."""
+    step = "shfl.sync.down.b32 y|p, {{$w0}}, {0}, 0x1f, -1; @p add.f32 {{$w0}}, {{$w0}}, y; "
+    return _ptx(
+        "{ .reg .pred p; .reg .f32 y; mov.f32 {$w0}, {$r0}; " + "".join(step.format(n) for n in (4, 8, 16)) + "}",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+def of_row(x, row):
+    """x of one of the eight rows."""
+    return _ptx(
+        f"shfl.sync.idx.b32 {{$w0}}, {{$r0}}, {4 * row}, 0x31f, -1;", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def exchange(x, lanes):
+    """x of the lane whose number differs by the bits `lanes`."""
+    return _ptx(
+        f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {lanes}, 0x1f, -1;", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def sum_lanes(x, *steps):
+    for step in steps:
+        x = x + exchange(x, step)
+    return x
+
+
+def bound_exponents(e, step, limit):
+    """Exponents that fall over the eight rows, and are 0 in row 3: as they are, where all of the warp's are within
+    `limit` of 0; else after every fall from a row to the next above `step` has been made `step`, and relative to the
+    middle between rows 3 and 4."""
+    n = len(e)
+    r, w = [f"{{$r{i}}}" for i in range(n)], [f"{{$w{i}}}" for i in range(n)]
+    code = [f"{{ .reg .pred p, q; .reg .f32 m, x, y, z; abs.f32 m, {r[0]};"]
+    code += [f"abs.f32 x, {x}; max.f32 m, m, x;" for x in r[1:]]
+    code += [f"mov.f32 {x}, {y};" for x, y in zip(w, r, strict=True)]
+    code.append(f"setp.gt.f32 p, m, {float(limit)}; vote.sync.any.pred q, p, -1; @!q bra.uni BOUNDED;")
+    for x, y in zip(r, w, strict=True):
+        code.append(f"shfl.sync.up.b32 y|p, {x}, 4, 0, -1; sub.f32 x, y, {x}; sub.f32 x, x, {float(step)};")
+        code.append("max.f32 x, x, 0f00000000; selp.f32 x, x, 0f00000000, p;")
+        code += [f"shfl.sync.up.b32 y|p, x, {lanes}, 0, -1; @p add.f32 x, x, y;" for lanes in (4, 8, 16)]
+        code.append(f"add.f32 x, x, {x}; shfl.sync.idx.b32 y, x, 12, 0x31f, -1; shfl.sync.idx.b32 z, x, 16, 0x31f, -1;")
+        code.append(f"add.f32 y, y, z; fma.rn.f32 {y}, y, 0fBF000000, x;")
+    code.append("BOUNDED: }")
+    return _ptx(" ".join(code), write_only_types=[Float32] * n, read_only_args=[*e])
+
+
+def larger(x, y):
+    return _ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def at_most(x, n):
+    """min with a literal: a float, or an integer."""
+    kind, dtype = ("f32", Float32) if isinstance(n, float) else ("s32", Int32)
+    return _ptx(f"min.{kind} {{$w0}}, {{$r0}}, {n};", write_only_types=[dtype], read_only_args=[x])
