@@ -17,6 +17,132 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
+        module="k016_bwd_regate",
+        idea="016-bwd-regate",
+        spans=(
+            "bwd.regate",
+        ),
+        source="ideas/016-bwd-regate/kernel.py",
+        sha256="5c97a025084fd9c812b59dd67edc056b1e137bd40d4d431991112aa5751eeaef",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k015_bwd_keys",
+        idea="015-bwd-keys",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/015-bwd-keys/kernel.py",
+        sha256="c9215de5b029c74d1cf63ba57829b72395127647495892e5d8a62f34953b6179",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k014_fwd_prep_mma",
+        idea="014-fwd-prep-mma",
+        spans=(
+            "fwd.norm..fwd.out",
+        ),
+        source="ideas/014-fwd-prep-mma/kernel.py",
+        sha256="eb7c2401c5daaf5b18a70d81cde18e5e319522d1538826eca1cdbc8a4b71df5a",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k013_fwd_operands",
+        idea="013-fwd-operands",
+        spans=(
+            "fwd.norm..fwd.out",
+        ),
+        source="ideas/013-fwd-operands/kernel.py",
+        sha256="861147cc9de18c4a5dd32ea0920b1131d76610345c2911fc166813a74d0a7e9f",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k012_bwd_split",
+        idea="012-bwd-split",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/012-bwd-split/kernel.py",
+        sha256="a398504675c7ace1d10cd093f5db5d96c7d7081a5604f24336a7aa13f4b2e55c",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k011_bwd_grads_ring",
+        idea="011-bwd-grads-ring",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/011-bwd-grads-ring/kernel.py",
+        sha256="e3bacbbcc3a3d5f70cf0c09b6c3b4b6ffc2c4837cd2a78400ea6406fe43653e1",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k010_fwd_split",
+        idea="010-fwd-split",
+        spans=(
+            "fwd.wy..fwd.out",
+        ),
+        source="ideas/010-fwd-split/kernel.py",
+        sha256="844bd5711e12266cc438f294d0ac092af1a268fc79555ecd746645f905ae80cb",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k008_bwd_scan",
+        idea="008-bwd-scan",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/008-bwd-scan/kernel.py",
+        sha256="f7146eef0bc9fd795df2c1c5e43f5fdea0bb730be913f6b554c68019cfbfeb77",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
+        module="k004_fwd_prep",
+        idea="004-fwd-prep",
+        spans=(
+            "fwd.norm..fwd.intra",
+        ),
+        source="ideas/004-fwd-prep/kernel.py",
+        sha256="d6efb520c3ff14b96dd9621b4360596d01699a7c60a32606eb7c2b85b416f413",
+        commit="0000000000000000000000000000000000000000",
+        rows=(
+        ),
+        evidence=(
+        ),
+    ),
+    Shipped(
         module="k009_bwd_grads_pair",
         idea="009-bwd-grads-pair",
         spans=(
@@ -33,22 +159,6 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
     ),
     Shipped(
-        module="k008_bwd_scan",
-        idea="008-bwd-scan",
-        spans=(
-            "bwd.recompute..bwd.dhu",
-        ),
-        source="ideas/008-bwd-scan/kernel.py",
-        sha256="0b6c7b8b65bb74976c3f4a50297d426be567e09a7dc11c4ab2e0ca515ca5c3fc",
-        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
-        rows=(
-            "7f5c4581172fd370",
-        ),
-        evidence=(
-            "prod8192_gate fwdbwd on NVIDIA H200: 1.085x 000 (1.085 to 1.120), 43.788 ms",
-        ),
-    ),
-    Shipped(
         module="k007_fwd_scan",
         idea="007-fwd-scan",
         spans=(
@@ -62,22 +172,6 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         evidence=(
             "prod8192_gate fwd on NVIDIA H200: 1.164x 000 (1.157 to 1.166), 8.289 ms",
-        ),
-    ),
-    Shipped(
-        module="k004_fwd_prep",
-        idea="004-fwd-prep",
-        spans=(
-            "fwd.norm..fwd.intra",
-        ),
-        source="ideas/004-fwd-prep/kernel.py",
-        sha256="1e7c85cf2bcbbceea859d7ec66f9cfa60b275953c59a1182dbbf8156f4f8cc47",
-        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
-        rows=(
-            "9063294e7ea21264",
-        ),
-        evidence=(
-            "prod8192_gate fwdbwd on NVIDIA H200: 1.044x 000 (1.042 to 1.077), 45.533 ms",
         ),
     ),
 )

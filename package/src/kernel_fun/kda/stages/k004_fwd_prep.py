@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_fun._common.launch import launch
+
 FAMILY = "kda"
 BK, WARPS = 64, 4
 REGS = 168  # three programs fit on a multiprocessor; the compiler's own 255 leave room for two
@@ -314,7 +316,8 @@ def run(*, q_raw, k_raw, beta_raw, g_raw, A_log, dt_bias, p, cu_seqlens, chunk_i
     gk = new(g_raw.shape, **f32)
     Aqk, Akk = new((p.B, p.T, p.HV, 64)), new((p.B, p.T, p.HV, 64))
     half = p.dtype == torch.float16
-    _prep[(p.NT * p.HV,)](
+    launch(
+        _prep, (p.NT * p.HV,),
         q_raw, k_raw, g_raw, A_log, dt_bias, beta_raw,
         q, k, gk, q_rstd, k_rstd, beta, Aqk, Akk,
         cu_seqlens, chunk_indices,

@@ -13,6 +13,8 @@ Why it should be faster: 6.3 KB a token-head at K128 V256 and 4.2 KB at V128 ins
 Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16. Any gate, any T, packed sequences, GVA. Elsewhere than on
     sm_90, and for tensors beyond a descriptor's 32-bit coordinates, the same scans run as plain Triton.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernel_fun._common.launch import launch
 from kernel_fun._common.problem import CHUNK
+from kernel_fun._common.tails import zero_tail
 
 FAMILY = "kda"
 BV = 128                   # value columns a program carries, 16 a warp; 64 where V is no multiple of it
@@ -488,23 +492,25 @@ def supports(p):
 
 def _token(like, p, cu_seqlens, columns, dtype):
     x = torch.empty(p.B, p.T, p.HV, columns, dtype=dtype, device=like.device)
-    if p.varlen:                         # tokens after the last sequence belong to none
-        x[:, cu_seqlens[-1]:] = 0
-    return x
+    return zero_tail(x, cu_seqlens) if p.varlen else x     # tokens after the last sequence belong to none
+
+
+@functools.cache
+def _swizzled(itemsize):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=2)
 
 
 def _tiles(x, rows, columns):
     """A descriptor of [rows, columns] tiles of a contiguous matrix."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
-    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(x, [rows, columns], _swizzled(x.element_size()))
 
 
 def dAqk(*, do, v_new, p, cu_seqlens, chunk_indices):
     """scale tril(do v_new^T) per chunk: [B,T,HV,64] fp32, zeros above the diagonal."""
     out = _token(do, p, cu_seqlens, CHUNK, torch.float32)
-    dAqk_kernel[(p.NT * p.HV,)](
-        do, v_new, out, cu_seqlens, chunk_indices, p.scale, p.T, HV=p.HV, V=p.V, BV=A_BV, IS_VARLEN=p.varlen,
-        STAGES=A_STAGES, num_warps=A_WARPS, num_stages=A_STAGES,
+    launch(
+        dAqk_kernel, (p.NT * p.HV,), do, v_new, out, cu_seqlens, chunk_indices, p.scale, p.T,
+        HV=p.HV, V=p.V, BV=A_BV, IS_VARLEN=p.varlen, STAGES=A_STAGES, num_warps=A_WARPS, num_stages=A_STAGES,
     )
     return out
 
@@ -536,12 +542,14 @@ def run(
         outputs = []
         for states, tokens in ((h, v_new), (dh, dv)):
             outputs += [_tiles(states.view(-1, p.V), p.K, bv), _tiles(tokens.view(p.B * p.T, -1), CHUNK, bv)]
-        bwd_scan_hopper_kernel[grid](
+        launch(
+            bwd_scan_hopper_kernel, grid,
             *inputs, *outputs, v_new, dv, gk, beta, h0, dht, dh0, cu_seqlens, chunk_offsets, p.scale, p.T, p.N,
             FULL=not p.varlen and p.T % CHUNK == 0, **shape,
         )
     else:
-        bwd_scan_kernel[grid](
+        launch(
+            bwd_scan_kernel, grid,
             q, k, v, gk, beta, Aqk, Akk, do, h0, dht, h, v_new, dh, dv, dh0, cu_seqlens, chunk_offsets,
             p.scale, p.T, p.N,
             DT={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[p.dtype], **shape,
