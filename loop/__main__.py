@@ -142,8 +142,9 @@ def profile(
 ):
     """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
     from loop import profile as work
-    from loop import runner
+    from loop import registry, runner
 
+    registry.folder(idea)
     (mode,) = runner.modes_of(mode)[:1]
     with console.progress() as progress:
         progress(f"profile {idea} on {case}", 0, 1)
@@ -251,14 +252,14 @@ def nightly(
     executor: Annotated[str, typer.Option(help="local, or submitit.")] = "local",
     force: Annotated[bool, typer.Option("--force", help="Run again what passed before and has not changed.")] = False,
     fail_on: Annotated[str, typer.Option(help="Changes that fail the batch too, by commas, e.g. slower.")] = "",
-    accept: Annotated[str, typer.Option(help="Run nothing: compare later batches with this one.")] = "",
+    accept: Annotated[str | None, typer.Option(help="Run nothing: compare later batches with this one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds an idea and case.", min=1)] = 3600.0,
     out: Out = None,
 ):
     """Run every idea's notebook, one process each, past failures; say what changed and write a page."""
     from loop import nightly as work
 
-    if accept:
+    if accept is not None:
         raise typer.Exit(work.accept(accept, out))
     asked = {"only": only or (), "family": family, "tier": tier, "jobs_at_once": jobs, "devices": devices}
     how = {"executor": executor, "force": force, "fail_on": fail_on, "out": out, "timeout": timeout}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_fun._common import support
+from kernel_fun._common import plan, support
 from loop import held, interpreter, registry, sources
 from loop.inputs import LEAVES as TENSORS
 
@@ -209,6 +209,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         if family != module.FAMILY:
             raise ArmError(f"idea {idea} belongs to {module.FAMILY}, not to {family}")
     chain = _chain(family)
+    _each_takes_part(name, ideas, modules, chain.STAGES)
     shipped = base == "ship" and on_gpu()
 
     def supports(case):
@@ -218,7 +219,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
                 return False, f"{idea}: {reason}"
         return True, ""
 
-    def plan(p, ideas=modules):
+    def plan_of(p, ideas=modules):
         return chain.make_plan(p, ideas=ideas, base="fla" if on_gpu() else "reference", shipped=shipped)
 
     around = "the plain-torch chain, interpreted"
@@ -231,12 +232,24 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         f"{'+'.join(ideas)} in {around}",
         sha,
         sources.ship(family) if shipped else None,
-        plan_runner(family, plan),
+        plan_runner(family, plan_of),
         supports,
-        lambda case: plan(case.problem(arch())).sources(),
+        lambda case: plan_of(case.problem(arch())).sources(),
         tuple(modules),
-        plan_runner(family, lambda p: plan(p, [held.held(module) for module in modules])),
+        plan_runner(family, lambda p: plan_of(p, [held.held(module) for module in modules])),
     )
+
+
+def _each_takes_part(name: str, ideas: list[str], modules: list, stages) -> None:
+    """ArmError when an idea would run none of its spans because those before it hold their stages: a row of the arm
+    would name it all the same."""
+    taken: set[str] = set()
+    for idea, module in zip(ideas, modules, strict=True):
+        spans = [plan.parse_span(text, stages) for text in module.SPANS]
+        free = [span for span in spans if not taken.intersection(span)]
+        if not free:
+            raise ArmError(f"arm {name!r}: {idea} would not run, its stages are those of the ideas before it")
+        taken.update(*free)
 
 
 def plan_runner(family: str, plan_of: Callable) -> Callable:

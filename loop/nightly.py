@@ -66,7 +66,10 @@ def nightly(
 
 def accept(run_id: str, out: Path | None = None) -> int:
     """`--accept RUN`: compare later batches with that one. ValueError in one line for one that is not there."""
-    found = batch.read((out or run.out_folder()) / "nightly" / run_id)
+    folder = (out or run.out_folder()) / "nightly"
+    if run_id in ("", ".", ".."):
+        raise ValueError(f"no batch {run_id!r}; give the name of a folder under {run.shown(folder)}")
+    found = batch.read(folder / run_id)
     found.accept()
     print(f"{run_id} is accepted: {len(found.done)} results")
     return 0

@@ -70,6 +70,9 @@ def test_as_a_module():
         ("nightly --fail-on slow", "fail-on 'slow' is unknown (did you mean slower"),
         ("nightly --executor ssh", "executor 'ssh' is unknown; known: local, submitit"),
         ("nightly --accept b9", "no batch 'b9'"),
+        ("nightly --accept=", "no batch ''"),
+        ("check kda --impl 005+005 --case tiny", "arm '005+005': 005 would not run"),
+        ("profile 008 --case tiny", "no idea '008'"),
         ("stages kda --case tinny", "case 'tinny' is unknown in kda"),
         ("stages kda --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
         ("board --family kdb", "family 'kdb' is unknown"),
@@ -87,6 +90,7 @@ def test_as_a_module():
     ],
 )
 def test_bad_input_gets_one_line_and_a_code(ladder, add_idea, args, message):
+    add_idea()
     add_idea("007", "broken", "boom\n")
     code, out, err = ladder(*args.split())
     assert code == 2
