@@ -1,6 +1,7 @@
 """The leaderboard: for each family, case, mode, arm, baseline and device, what its newest row says.
 
-A newer failure hides an older time: the board says what is so now. `stale` marks a time whose arm has changed since.
+A newer failure hides an older time: the board says what is so now. `stale` marks a time whose arm has changed since; it
+never hides a row of the present source, as one run may time an older tree beside the present one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,16 @@ def void(row: rows.Row) -> bool:
 
 
 def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
-    """The newest bench row of each (family, case, mode, arm, baseline, device), in that order; `found` is oldest
-    first.
+    """The newest bench row of each (family, case, mode, arm, baseline, device), in that order, of the arm's present
+    source if there is one; `found` is oldest first.
     """
-    last = {}
+    last, current = {}, {}
     for row in found:
         if row.kind == "bench" and not void(row):
-            last[row.family, row.case, row.mode, row.arm, row.baseline, row.device] = row
+            key = row.family, row.case, row.mode, row.arm, row.baseline, row.device
+            if key in last and is_stale(row, current) and not is_stale(last[key], current):
+                continue
+            last[key] = row
     return [last[key] for key in sorted(last, key=lambda key: tuple(map(str, key)))]
 
 

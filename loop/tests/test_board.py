@@ -115,3 +115,11 @@ def test_a_thousand_places_are_listed_quickly(add_idea):
     start = time.perf_counter()
     assert len(board.entries(found)) == 1000
     assert time.perf_counter() - start < 2.0
+
+
+def test_a_row_of_the_present_source_is_not_hidden_by_a_stale_one(add_idea):
+    add_idea()
+    present = sealed(utc="2026-01-01T00:00:00Z", code_sha=registry.source_sha("005"))
+    older_tree = sealed(utc="2026-01-02T00:00:00Z", code_sha="ab" * 32)
+    assert [e["row_id"] for e in board.entries([present, older_tree])] == [present.row_id]
+    assert [e["row_id"] for e in board.entries([older_tree])] == [older_tree.row_id]

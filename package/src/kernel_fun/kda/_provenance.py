@@ -24,10 +24,12 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/016-bwd-regate/kernel.py",
         sha256="5c97a025084fd9c812b59dd67edc056b1e137bd40d4d431991112aa5751eeaef",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "d8b8ed0156a00dc4",
         ),
         evidence=(
+            "small fwdbwd on NVIDIA H200: 1.569x 000 (1.566 to 1.575), 1.047 ms",
         ),
     ),
     Shipped(
@@ -38,10 +40,14 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/015-bwd-keys/kernel.py",
         sha256="c9215de5b029c74d1cf63ba57829b72395127647495892e5d8a62f34953b6179",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "c4a1cc0601dd3d86",
+            "b600f6b8b5e305f8",
         ),
         evidence=(
+            "kimi8192_softplus bwd on NVIDIA H200: 4.060x 000 (4.053 to 4.064), 3.978 ms",
+            "kimi8192_softplus bwd on NVIDIA H200: 1.468x ship (1.465 to 1.470), 3.978 ms",
         ),
     ),
     Shipped(
@@ -52,10 +58,18 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/014-fwd-prep-mma/kernel.py",
         sha256="eb7c2401c5daaf5b18a70d81cde18e5e319522d1538826eca1cdbc8a4b71df5a",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "c7c22968c1c12f42",
+            "d743e405877f2469",
+            "d2d34daacb51596d",
+            "b128adf516594bb7",
         ),
         evidence=(
+            "kimi8192_softplus fwd on NVIDIA H200: 3.501x 000 (3.486 to 3.597), 1.089 ms",
+            "small fwdbwd on NVIDIA H200: 1.641x 000 (1.633 to 1.650), 1.004 ms",
+            "kimi8192_softplus fwd on NVIDIA H200: 1.751x ship (1.738 to 1.830), 1.089 ms",
+            "small fwdbwd on NVIDIA H200: 1.037x ship (1.033 to 1.038), 1.004 ms",
         ),
     ),
     Shipped(
@@ -66,24 +80,14 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/013-fwd-operands/kernel.py",
         sha256="861147cc9de18c4a5dd32ea0920b1131d76610345c2911fc166813a74d0a7e9f",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "5adbccc42b682189",
+            "5afbe2ce9d939cf1",
         ),
         evidence=(
-        ),
-    ),
-    Shipped(
-        module="k012_bwd_split",
-        idea="012-bwd-split",
-        spans=(
-            "bwd.recompute..bwd.dhu",
-        ),
-        source="ideas/012-bwd-split/kernel.py",
-        sha256="a398504675c7ace1d10cd093f5db5d96c7d7081a5604f24336a7aa13f4b2e55c",
-        commit="0000000000000000000000000000000000000000",
-        rows=(
-        ),
-        evidence=(
+            "kimi8192_softplus fwd on NVIDIA H200: 2.194x 000 (2.075 to 2.196), 1.734 ms",
+            "kimi8192_softplus fwd on NVIDIA H200: 1.094x ship (1.087 to 1.098), 1.734 ms",
         ),
     ),
     Shipped(
@@ -94,10 +98,34 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/011-bwd-grads-ring/kernel.py",
         sha256="e3bacbbcc3a3d5f70cf0c09b6c3b4b6ffc2c4837cd2a78400ea6406fe43653e1",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "c22955d2de9055eb",
+            "42d26548a745d2a9",
+            "f557d3a8b6583dde",
         ),
         evidence=(
+            "kimi8192_softplus fwdbwd on NVIDIA H200: 2.719x 000 (2.716 to 2.816), 7.357 ms",
+            "kimi8192_softplus bwd on NVIDIA H200: 2.930x 000 (2.928 to 2.936), 5.512 ms",
+            "kimi8192_softplus bwd on NVIDIA H200: 1.061x ship (1.058 to 1.062), 5.512 ms",
+        ),
+    ),
+    Shipped(
+        module="k012_bwd_split",
+        idea="012-bwd-split",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/012-bwd-split/kernel.py",
+        sha256="a398504675c7ace1d10cd093f5db5d96c7d7081a5604f24336a7aa13f4b2e55c",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
+        rows=(
+            "3d0048dd753a1251",
+            "8dbf436f4364a6d1",
+        ),
+        evidence=(
+            "small fwdbwd on NVIDIA H200: 1.769x 000 (1.763 to 1.778), 0.929 ms",
+            "small fwdbwd on NVIDIA H200: 1.119x ship (1.116 to 1.121), 0.929 ms",
         ),
     ),
     Shipped(
@@ -108,10 +136,14 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/010-fwd-split/kernel.py",
         sha256="844bd5711e12266cc438f294d0ac092af1a268fc79555ecd746645f905ae80cb",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "19c02489ef95cc0a",
+            "bc71522bbd35783f",
         ),
         evidence=(
+            "small fwdbwd on NVIDIA H200: 2.079x 000 (2.072 to 2.083), 0.792 ms",
+            "small fwdbwd on NVIDIA H200: 1.311x ship (1.310 to 1.318), 0.792 ms",
         ),
     ),
     Shipped(
@@ -122,10 +154,12 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/008-bwd-scan/kernel.py",
         sha256="f7146eef0bc9fd795df2c1c5e43f5fdea0bb730be913f6b554c68019cfbfeb77",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "728e49333585db18",
         ),
         evidence=(
+            "kimi8192_softplus bwd on NVIDIA H200: 2.764x 000 (2.761 to 2.765), 5.843 ms",
         ),
     ),
     Shipped(
@@ -136,10 +170,12 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         source="ideas/004-fwd-prep/kernel.py",
         sha256="d6efb520c3ff14b96dd9621b4360596d01699a7c60a32606eb7c2b85b416f413",
-        commit="0000000000000000000000000000000000000000",
+        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
+            "385e1aa02e24325f",
         ),
         evidence=(
+            "kimi8192_softplus fwd on NVIDIA H200: 2.000x 000 (1.921 to 2.007), 1.902 ms",
         ),
     ),
     Shipped(
