@@ -4,13 +4,12 @@ Per case and mode: every arm is warmed; each is captured into a CUDA graph over 
 or all run eagerly when one cannot be captured; then in each block every arm is run once untimed and once timed, in
 rotated and reversed order, behind a short device-side wait so that the host's launch work is never in the number. The
 baseline runs twice in each block (A/A): what it differs from itself by is what the run cannot tell apart. A GPU's first
-block is still 1 to 3 % slow and is not kept (it was, in v1). Clocks are read, never set. On a CPU the same blocks are
+blocks are not kept (in v1 they were): the clock is still low. Clocks are read, never set. On a CPU the same blocks are
 timed with the host's clock; such rows say so and promote nothing.
 """
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,7 +25,7 @@ SLOW_RUN_S = 8.0  # a run that would take longer than this does the smaller numb
 SAMPLE_S, CPU_SAMPLE_S = 1e-3, 1e-2  # a timed sample lasts at least this
 L2_MULTIPLE = 3  # all input sets together, in multiples of the L2
 MAX_SETS = 8
-COLD_BLOCKS = 1  # the first blocks on a GPU, timed like the others and not kept
+SETTLE_S = 0.4  # of blocks that are not kept: after those products the clock takes up to 0.22 s to come back
 WARM_S = 0.5  # of matrix products before the first block, so that the clocks have settled
 QUEUE_S = 0.02  # of host time may be enqueued ahead
 LAUNCH_S = 2e-4  # the device waits at least this long while the host enqueues a sample
@@ -158,7 +157,7 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
         lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
         lane.unit = _eager(lane)
         lane.unit()
-        lane.caller_ms = _caller_ms(lane.calls[0])
+        lane.caller_ms = calls.caller_ms(lane.calls[0])
         lane.unit_s, lane.host_s = _estimate(lane.unit)
 
 
@@ -173,18 +172,6 @@ def _estimate(unit: Callable[[], None]) -> tuple[float, float]:
     host = time.perf_counter() - began
     end.synchronize()
     return start.elapsed_time(end) / 1e3, host
-
-
-def _caller_ms(call: Callable) -> float:
-    """One call as somebody waiting for it sees it: host clock, launches included, nothing queued before it."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
 
 
 def _eager(lane: Lane) -> Callable[[], None]:
@@ -263,19 +250,26 @@ def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample:
     block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
     usual, fewer = (BLOCKS, SLOW_BLOCKS) if gpu else (CPU_BLOCKS, CPU_SLOW_BLOCKS)
     run.blocks = blocks or (usual if usual * block_s < SLOW_RUN_S else fewer)
-    places, cold = [*lanes, None], COLD_BLOCKS if gpu else 0
+    places, began = [*lanes, None], time.perf_counter()
     orders = stats.block_orders(len(places), run.blocks)
-    for number, order in enumerate(orders[:cold] + orders, -cold):
-        progress("blocks", max(number, 0), run.blocks)
-        for place in order:
-            lane = places[place]
-            ms, mhz = sample(lane or base, run)
-            if number >= 0:
-                (lane.samples if lane else run.aa_samples).append(ms)
-                if lane and mhz is not None:
-                    lane.mhz.append(mhz)
+    unsettled = gpu
+    while unsettled:
+        _block(run, places, base, orders[0], sample, keep=False)
+        unsettled = time.perf_counter() - began < SETTLE_S
+    for number, order in enumerate(orders):
+        progress("blocks", number, run.blocks)
+        _block(run, places, base, order, sample, keep=True)
         run.throttle.update(nvml.throttle() if gpu else ())
     progress("blocks", run.blocks, run.blocks)
+
+
+def _block(run: Run, places: list, base: Lane, order: Sequence[int], sample: Callable, keep: bool) -> None:
+    for lane in (places[place] for place in order):
+        ms, mhz = sample(lane or base, run)
+        if keep:
+            (lane.samples if lane else run.aa_samples).append(ms)
+            if lane and mhz is not None:
+                lane.mhz.append(mhz)
 
 
 def _gpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:

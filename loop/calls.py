@@ -5,6 +5,8 @@ bwd      `torch.autograd.grad` on the retained graph of a forward that ran befor
 fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
 """
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -63,3 +65,15 @@ def memory(arm, inputs: Inputs, mode: str) -> tuple[int | None, int | None]:
         gradients(results, inputs, leaves)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, saved
+
+
+def caller_ms(call: Callable) -> float:
+    """One call as somebody waiting for it sees it: host clock, launches included, nothing queued before it."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)

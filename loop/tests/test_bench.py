@@ -244,6 +244,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(cases, "require_device", lambda case, device: None)
     monkeypatch.setattr(inputs, "make", lambda case, seed, device: make(case, seed, "cpu"))
     monkeypatch.setattr(bench, "_heat", lambda: None)
+    monkeypatch.setattr(bench, "SETTLE_S", 0.0)
     monkeypatch.setattr(bench, "_reset_generator", device.reset_generator)
     monkeypatch.setattr(bench, "_streams", {})
     monkeypatch.setattr(bench.nvml, "sm_mhz", lambda: 1980)
@@ -276,7 +277,7 @@ def test_the_gpus_path_replays_graphs_over_sets_past_the_l2(gpu, baseline_check,
     assert gpu.captures == 1
     per_set = row.perf.input_bytes // row.perf.input_sets
     assert per_set * (row.perf.input_sets - 1) < 3 * 20_000 <= row.perf.input_bytes
-    samples = (bench.COLD_BLOCKS + 3) * 2  # blocks times the baseline and its A/A
+    samples = (1 + 3) * 2  # blocks, the first not kept, times the baseline and its A/A
     assert [len(kept) for kept in (row.perf.block_ms, row.perf.aa_block_ms)] == [3, 3]
     reps = row.perf.calls_per_sample // row.perf.input_sets
     assert gpu.replays == samples * (1 + reps) + 2  # one untimed before each sample; two to warm and estimate
@@ -288,6 +289,16 @@ def test_the_gpus_path_replays_graphs_over_sets_past_the_l2(gpu, baseline_check,
     assert (row.perf.peak_bytes, row.perf.saved_bytes) == (5000, 2000)
     assert row.perf.caller_ms > 0
     assert row.launches == {"kernel": 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a real GPU")
+def test_blocks_are_kept_once_the_clock_has_settled(gpu, baseline_check, monkeypatch):
+    monkeypatch.setattr(bench, "SETTLE_S", 0.5)
+    began = time.perf_counter()
+    (row,) = bench.bench("cconv", [cpu_arm()], CASE, "fwd", checks={"000": baseline_check}, blocks=2)
+    assert time.perf_counter() - began > 0.5
+    assert len(row.perf.block_ms) == len(row.perf.sm_mhz) == 2
+    assert len(gpu.sleeps) > (1 + 2) * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a real GPU")
