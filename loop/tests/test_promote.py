@@ -3,11 +3,13 @@ afterwards.
 """
 
 import hashlib
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from loop import env, promote, registry, rows
+from loop import env, promote, registry, rows, sources
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_rows import make_row, perf
 
@@ -261,3 +263,14 @@ def test_what_an_idea_builds_on_must_be_promoted(idea, good):
     kernel.write_text(kernel.read_text() + nested)
     git(idea, "commit", "-qam", "x")
     assert "kernel.py imports k003_other, which is not promoted" in refusal([good()])
+
+
+@pytest.mark.parametrize("family", registry.FAMILIES)
+def test_the_hash_of_what_ships_covers_what_its_kernels_import(family):
+    package = Path(sources.__file__).parents[1] / "package" / "src" / "kernel_fun"
+    known = {path.stem for path in (package / "_common").glob("*.py")}
+    used = set()
+    for path in (package / family / "stages").glob("*.py"):
+        for line in re.findall(r"^from kernel_fun\._common.*$", path.read_text(), re.MULTILINE):
+            used |= known.intersection(re.findall(r"\w+", line))
+    assert used <= {name.removesuffix(".py") for name in sources._COMMON}
