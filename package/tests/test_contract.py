@@ -212,6 +212,27 @@ def test_kda_errors_have_flas_types(name):
         fla_function("kda")(**tensors, **flags)
 
 
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+@pytest.mark.parametrize(("value", "said"), [("0.5", "'0.5'"), (torch.zeros(2), "tensor([0., 0.])"), ([], "[]")])
+def test_what_is_no_number_is_named(name, value, said):
+    tensors, flags = kda(gate="softplus", grad=False)
+    with pytest.raises(TypeError) as raised:
+        chunk_kda(**tensors, **flags, **{name: value})
+    assert str(raised.value) == f"{name}={said}: must be a number or None"
+    assert is_supported(**tensors, **flags, **{name: value}) == (False, f"TypeError: {raised.value}")
+
+
+def test_a_number_in_a_tensor_is_the_number(monkeypatch):
+    """A problem is remembered: a tensor in it would be a new one at every call, and be kept alive."""
+    monkeypatch.setattr(dispatch, "_routes", {})
+    tensors, flags = kda(gate="softplus", grad=False)
+    want = chunk_kda(**tensors, **flags, scale=0.5, lower_bound=-3.0)[0]
+    for _ in range(3):
+        got = chunk_kda(**tensors, **flags, scale=torch.tensor(0.5), lower_bound=torch.tensor(-3.0))[0]
+        assert torch.equal(got, want)
+    assert len(dispatch._routes) == 1
+
+
 def test_large_K_is_refused_as_fla_does():
     tensors, flags = kda(T=1, K=257, grad=False)
     for function in (chunk_kda, fla_function("kda")):

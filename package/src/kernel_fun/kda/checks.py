@@ -1,6 +1,7 @@
 """What a `chunk_kda` call must satisfy, and the problem it is. Every error names the argument, its value and what is
 accepted, in the exception type that fla raises for it.
 """
+import contextlib
 import math
 
 import torch
@@ -30,7 +31,9 @@ def check_flags(a: dict) -> None:
     chunk_size = kwargs.get("chunk_size", CHUNK)
     if chunk_size not in (32, 64):
         raise ValueError(f"chunk_size={chunk_size}: accepted are 32 and 64")
+    _check_number("scale", a["scale"])
     if a["use_gate_in_kernel"]:
+        _check_number("lower_bound", lower_bound)
         if lower_bound is None:
             if kwargs.get("A_log") is None:
                 raise ValueError("A_log=None: use_gate_in_kernel=True needs A_log [HV], or a lower_bound")
@@ -42,6 +45,17 @@ def check_flags(a: dict) -> None:
             raise ValueError(f"lower_bound={lower_bound}: must be negative and finite, it bounds a log decay")
     if a["allow_neg_eigval"] and not a["use_beta_sigmoid_in_kernel"]:
         raise ValueError("allow_neg_eigval=True: needs use_beta_sigmoid_in_kernel=True (beta is 2 sigmoid of it)")
+
+
+def _check_number(name: str, value) -> None:
+    """TypeError unless it is None or a number, which a tensor of one element is too."""
+    if value is None:
+        return
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, str):
+            float(value)
+            return
+    raise TypeError(f"{name}={' '.join(repr(value).split())[:60]}: must be a number or None")
 
 
 def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
@@ -85,7 +99,7 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     for name, t in zip(("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"), tensors[1:], strict=True):
         if t is not None and t.device != device:
             raise ValueError(f"{name} is on {t.device}, q on {device}: all tensors must be on one device")
-    lower_bound = a["lower_bound"] if in_kernel else None
+    lower_bound = float(a["lower_bound"]) if in_kernel and a["lower_bound"] is not None else None
     scale = a["scale"]
     if pack is not None and pack.total < T:
         T = pack.total
