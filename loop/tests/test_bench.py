@@ -35,7 +35,7 @@ def arm_of(monkeypatch):
 
 def slow(run):
     def op(given):
-        time.sleep(0.04)  # far above what a busy machine adds
+        time.sleep(0.15)  # far above what a busy machine adds
         return run(given)
 
     return op
@@ -50,7 +50,7 @@ def test_a_slower_arm_is_slower_and_every_number_is_there(arm_of):
     assert arm.device == "cpu"
     assert arm.perf.timer == "cpu"
     assert len(arm.perf.block_ms) == len(arm.perf.baseline_block_ms) == len(arm.perf.aa_block_ms) == 9
-    assert arm.perf.ms >= 40
+    assert arm.perf.ms >= 150
     assert base.perf.baseline_ms == pytest.approx(arm.perf.baseline_ms)
     assert base.perf.ratio == pytest.approx(1, abs=0.5)
     assert base.perf.verdict in ("SAME", "UNCLEAR")
