@@ -19,7 +19,15 @@ def test_tables_are_flas():
         assert torch.equal(got.chunk_indices, prepare_chunk_indices(cu, 64))
         assert torch.equal(got.chunk_offsets, prepare_chunk_offsets(cu, 64))
         assert (got.N, got.NT, got.total) == (len(lengths), got.chunk_indices.shape[0], sum(lengths))
-        assert packed.describe(cu.int()).chunk_indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int64])
+def test_tables_are_of_one_kind_whatever_the_callers_integers(dtype):
+    cu = torch.tensor([0, 30, 70], dtype=dtype)
+    tables = packed.describe(cu)[-3:]
+    assert [t.dtype for t in tables] == [torch.int64] * 3
+    assert [t.tolist() for t in tables] == [[0, 30, 70], [[0, 0], [1, 0]], [0, 1, 2]]
+    assert tables[0] is not cu
 
 
 def test_a_change_in_place_is_seen():

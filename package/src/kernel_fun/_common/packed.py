@@ -3,7 +3,8 @@
 Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor. It is never stale: it is
 tied to the tensor's version counter, which every in-place change moves, and it goes away with the tensor. Steps get a
 copy of `cu_seqlens` made at the same moment: fla keeps tables by a tensor's identity alone, and a backward must see
-what its forward saw.
+what its forward saw. The copy and the tables are int64 whatever the caller's integers are, so that no kernel meets, or
+is compiled for, a second kind.
 """
 import weakref
 from typing import NamedTuple
@@ -24,8 +25,8 @@ class Packed(NamedTuple):
     NT: int
     total: int                   # cu_seqlens[-1]; the call may hold more tokens than that
     starts_at_zero: bool
-    cu_seqlens: torch.Tensor     # a copy
-    chunk_indices: torch.Tensor  # on cu_seqlens' device, in its dtype
+    cu_seqlens: torch.Tensor     # a copy; like the other two on the device of the original, and always int64
+    chunk_indices: torch.Tensor
     chunk_offsets: torch.Tensor
 
 
@@ -96,6 +97,7 @@ def of_call(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu
 def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
     if host.dim() != 1 or host.numel() < 2 or host.is_floating_point():
         raise ValueError(f"cu_seqlens must be integers [N+1] with N >= 1, got {host.dtype} {list(host.shape)}")
+    host = host.long()
     lens = host.diff()
     if int(host[0]) < 0 or int(lens.min()) < 0:
         raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {host.tolist()}")
@@ -108,7 +110,7 @@ def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
         NT=sequence.numel(),
         total=int(host[-1]),
         starts_at_zero=int(host[0]) == 0,
-        cu_seqlens=like.detach().clone(),
-        chunk_indices=torch.stack([sequence, within], 1).to(like),
-        chunk_offsets=first.to(like),
+        cu_seqlens=like.detach().to(torch.int64, copy=True),
+        chunk_indices=torch.stack([sequence, within], 1).to(like.device),
+        chunk_offsets=first.to(like.device),
     )
