@@ -10,7 +10,7 @@ from small_inputs import conv, gradients, kda
 from kernel_fun import cconv
 from kernel_fun import kda as ours
 from kernel_fun._common import dispatch
-from kernel_fun.kda import chunk_kda, is_supported
+from kernel_fun.kda import autograd, chunk_kda, is_supported
 
 
 def fla_function(family):
@@ -231,6 +231,20 @@ def test_a_number_in_a_tensor_is_the_number(monkeypatch):
         got = chunk_kda(**tensors, **flags, scale=torch.tensor(0.5), lower_bound=torch.tensor(-3.0))[0]
         assert torch.equal(got, want)
     assert len(dispatch._routes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gate_parameters_reach_the_kernels_in_fp32(monkeypatch, dtype):
+    """Whatever they are kept in; their gradients come in that."""
+    tensors, flags = kda(gate="softplus", dtype=torch.float32)
+    for name in ("A_log", "dt_bias"):
+        tensors[name] = tensors[name].detach().to(dtype).requires_grad_()
+    met, apply = [], autograd.apply
+    monkeypatch.setattr(autograd, "apply", lambda *args: met.append(args[7:9]) or apply(*args))
+    o, _ = chunk_kda(**tensors, **flags)
+    o.sum().backward()
+    assert [x.dtype for x in met[0]] == [torch.float32] * 2
+    assert [tensors[name].grad.dtype for name in ("A_log", "dt_bias")] == [dtype] * 2
 
 
 def test_large_K_is_refused_as_fla_does():

@@ -87,9 +87,9 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
             layout = f"with state_v_first={bool(state_v_first)}"
             raise ValueError(f"initial_state must be {list(want)} {layout}, got {list(h0.shape)}")
     if A_log is not None:
-        A_log = _gate_parameter("A_log", A_log, HV)
+        A_log = _gate_parameter("A_log", A_log, HV, q.dtype)
     if dt_bias is not None:
-        dt_bias = _gate_parameter("dt_bias", dt_bias, HV * K)
+        dt_bias = _gate_parameter("dt_bias", dt_bias, HV * K, q.dtype)
     dtype, device = q.dtype, q.device
     if not dtype == k.dtype == v.dtype or dtype not in _FLOATS:
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -126,10 +126,10 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     return p, tensors
 
 
-def _gate_parameter(name: str, x: torch.Tensor, size: int) -> torch.Tensor:
-    """A_log or dt_bias as the chain wants it: flat, contiguous, fp32 (fp64 stays)."""
+def _gate_parameter(name: str, x: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A_log or dt_bias as the chain wants it: flat, contiguous, fp32 (fp64 where q's `dtype` is)."""
     if x.numel() != size:
         raise ValueError(f"{name} must hold {size} values, got shape {list(x.shape)}")
     if x.dim() != 1:
         x = x.reshape(-1)
-    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()
+    return (x if x.dtype == dtype == torch.float64 else x.float()).contiguous()
