@@ -184,6 +184,15 @@ def test_a_kernel_in_cute_is_not_even_imported_where_it_cannot_run(monkeypatch, 
     assert reasons == [f"k001_x: {cute.reason()}"]
 
 
+def test_a_kernel_that_launches_one_in_cute_is_itself_in_cute(monkeypatch, family_with_a_kernel):
+    machine(monkeypatch, WITHOUT_13, "13.0", 13000)
+    name = next(e.module for e in shipped("kda") if promoted._in_cute(f"kernel_fun.kda.stages.{e.module}"))
+    package = family_with_a_kernel(f"from kernel_fun.kda.stages.{name} import (\n    run,\n)\nraise AssertionError")
+    chain = CHAINS["kda"]
+    steps, reasons = promoted.steps_for(package, PROBLEMS["kda"], chain.STAGES, chain.OUTPUTS)
+    assert (steps, reasons) == ([], [f"k001_x: {cute.reason()}"])
+
+
 KERNEL = """
 FAMILY = "kda"
 def run(*, q, p):

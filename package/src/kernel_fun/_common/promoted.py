@@ -37,10 +37,13 @@ def missing(package: str) -> tuple[str, ...]:
 
 
 def _in_cute(name: str) -> bool:
-    """Does the source of module `name` import the CuTe DSL?"""
+    """Does the source of module `name`, or of a promoted kernel that it imports, import the CuTe DSL?"""
     spec = importlib.util.find_spec(name)
     source = spec.loader.get_source(name) if spec else ""
-    return bool(re.search(r"^\s*(import|from) cutlass\b", source, re.MULTILINE))
+    if re.search(r"^\s*(import|from) cutlass\b", source, re.MULTILINE):
+        return True
+    parents = re.findall(r"^\s*(?:import|from) ([\w.]+\.stages\.\w+)", source, re.MULTILINE)
+    return any(_in_cute(parent) for parent in parents)
 
 
 def module_steps(module: ModuleType, p, source: str, stages, outputs) -> list[Step]:
