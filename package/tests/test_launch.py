@@ -1,7 +1,14 @@
 """A launch that skips Triton's binding must still compile anew for whatever Triton would compile anew for."""
 
+import itertools
+
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import jit
 
 from kernel_fun._common import launch as module
 from kernel_fun._common.launch import launch
@@ -92,3 +99,31 @@ def test_an_interpreted_kernel_is_called_as_it_is(monkeypatch):
     call(kernel, torch.zeros(64))
     assert len(kernel.compiled) == 2
     assert not module._compiled
+
+
+def tiles(dtype=torch.bfloat16, rows=64, columns=64, shape=(128, 128), swizzle=128):
+    x = torch.zeros(shape, dtype=dtype)
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=2)
+    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+
+
+ARGUMENTS = {
+    **{f"{n}": n for n in (-1, 0, 1, 7, 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62)},
+    **{repr(x): x for x in (None, True, False, 0.0, 1.0)},
+    "fp32": buffer, "fp32, odd": buffer[1:], "fp32, 16 further": buffer[4:], "0-dim": torch.tensor(1.0),
+    "bf16": torch.zeros(8, dtype=torch.bfloat16), "int64": torch.zeros(8, dtype=torch.int64),
+    "tiles": tiles(), "tiles of fp16": tiles(torch.float16), "tiles of fp32": tiles(torch.float32),
+    "fewer rows": tiles(rows=32), "more columns": tiles(columns=128), "another swizzle": tiles(swizzle=64),
+    "of a smaller matrix": tiles(shape=(7, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(jit, "native_specialize_impl"), reason="this Triton decides in another place")
+@pytest.mark.parametrize("specialised", [True, False])
+def test_kinds_are_at_least_as_fine_as_tritons_own(specialised):
+    """What Triton itself would compile apart, also for parameters in do_not_specialize, is never one kind here."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    own = {name: jit.native_specialize_impl(backend, x, False, specialised, True) for name, x in ARGUMENTS.items()}
+    apart = [pair for pair in itertools.combinations(ARGUMENTS, 2) if own[pair[0]] != own[pair[1]]]
+    assert len(apart) > 200
+    assert not [pair for pair in apart if module._kind(ARGUMENTS[pair[0]]) == module._kind(ARGUMENTS[pair[1]])]
