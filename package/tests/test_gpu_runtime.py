@@ -79,6 +79,37 @@ def test_a_cold_call_under_capture_is_declined(family, monkeypatch):
     assert reason == "CUDA graph capture of a call whose fwd and bwd has not run yet"
 
 
+@pytest.mark.parametrize("name", ["production", "gva_state", "packed"])
+def test_views_that_begin_anywhere_give_the_same_bits(name):
+    """Each tensor, and the gradient that arrives, one element into a buffer of its own."""
+    need_kernels("kda")
+    tensors, flags = kda_call(name)
+
+    def moved(t):
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t.detach())
+
+    def run(inputs, incoming):
+        leaves = [t for t in inputs.values() if t.requires_grad]
+        o = ours.chunk_kda(**inputs, **flags)[0]
+        return [o, *torch.autograd.grad(o, leaves, incoming(o))]
+
+    want = run(tensors, torch.ones_like)
+    odd = {name: moved(t).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+    assert all(t.data_ptr() % 16 for t in odd.values())
+    got = run(odd, lambda o: moved(torch.ones_like(o)))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_packed_sequences_in_int32_give_the_same_bits():
+    need_kernels("kda")
+    tensors, flags = kda_call("packed")
+    want = bits(lambda: ours.chunk_kda(**tensors, **flags), tensors)
+    flags["cu_seqlens"] = flags["cu_seqlens"].int()
+    assert ours.is_supported(**tensors, **flags)[0]
+    got = bits(lambda: ours.chunk_kda(**tensors, **flags), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_kept_between_calls(family):
     tensors, call = made(family)

@@ -11,7 +11,7 @@ import torch
 from small_inputs import conv, gradients, kda
 from torch.utils.checkpoint import checkpoint
 
-from kernel_fun._common import dispatch
+from kernel_fun._common import dispatch, support
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import chunk_kda, is_supported
 
@@ -65,6 +65,29 @@ def test_gradients_accumulate_over_two_backwards():
     once = tensors["q"].grad.clone()
     o.sum().backward()
     assert torch.equal(tensors["q"].grad, 2 * once)
+
+
+@pytest.mark.parametrize(("place", "copies"), [(4096, 0), (4098, 1), (4112, 0), (4104, 1)])
+def test_kernels_meet_multiples_of_16_bytes(place, copies):
+    """A stand-in for a GPU's tensor at an address."""
+
+    class There:
+        is_cuda = True
+
+        def contiguous(self):
+            return self
+
+        def data_ptr(self):
+            return place
+
+        def clone(self):
+            return "a copy"
+
+    x = There()
+    assert support.dense(x) is x if not copies else support.dense(x) == "a copy"
+    assert support.dense(None) is None
+    y = torch.zeros(9)[1:]
+    assert support.dense(y) is y  # the reference takes any address
 
 
 SECOND = {"chunk_kda": (chunk_kda, kda), "causal_conv1d": (causal_conv1d, lambda: conv(residual=True))}

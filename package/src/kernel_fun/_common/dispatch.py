@@ -7,6 +7,7 @@ import torch
 
 from . import compat, promoted, support
 
+_DENSE = ("do", "dht")  # incoming gradients that kernels want dense; the convolution's dy may have any strides
 _routes: dict = {}
 _MAX_ROUTES = 4096  # packed batches make a new problem at nearly every step; past this many the table starts over
 
@@ -35,6 +36,7 @@ class Route:
         return env
 
     def run_backward(self, env: dict, meta: dict) -> dict:
+        env.update((name, support.dense(env[name])) for name in _DENSE if name in env)
         env = self.plan.run_backward(env, meta)
         self.warm.add("bwd")
         return env

@@ -76,6 +76,16 @@ def check_tensors(given: dict, required: tuple[str, ...], optional: tuple[str, .
         raise TypeError(f"{got}: must be a torch.Tensor{' or None' if name in optional else ''}")
 
 
+def dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` contiguous and, on a GPU, at a multiple of 16 bytes, copied if it is not: the copy engine takes no other
+    address, and a kernel compiled for one must not meet another. What torch allocates is; a view need not be.
+    """
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
+
+
 # ----------------------------------------------------------------------------------------------------------- hardware
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:

@@ -220,8 +220,7 @@ def _run(call: Call):
     with support.device_guard(q):
         support.engaged("kda", found.what, found.missing, kernels=not found.on_torch)
         o, ht = autograd.apply(
-            found, p, q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), A_log, dt_bias,
-            None if h0 is None else h0.contiguous(), *call.packed,
+            found, p, *(support.dense(x) for x in (q, k, v, g, beta, A_log, dt_bias, h0)), *call.packed
         )
         if ht is not None and call.state_v_first:
             ht = ht.transpose(-1, -2).contiguous()
