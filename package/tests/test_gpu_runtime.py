@@ -190,6 +190,7 @@ def test_warmup_compiles_and_says_how_long():
     need_kernels("cconv")
     flags = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
     assert ours.warmup(T=512, V=256, dtype=torch.bfloat16, **flags) > 0
+    assert ours.warmup(T=512, initial_state=True, output_final_state=True, **flags) > 0
     assert cconv.warmup(B=2, T=512, D=(512, 1024)) > 0
     with pytest.raises(RuntimeError, match="warmup compiled nothing: chunk_size=32"):
         ours.warmup(chunk_size=32)

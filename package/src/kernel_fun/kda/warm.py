@@ -29,10 +29,10 @@ def warmup(
     """Compile, before the first training step, every kernel that one configuration of `chunk_kda` launches; returns
     the seconds it took.
 
-    Runs a forward and (with `backward`) a backward on made-up inputs of the given shape: give the run's own B and T
-    where memory allows, and `lengths` (of the packed sequences, B = 1) for a packed call. g_dtype None means fp32, or
-    `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own (use_gate_in_kernel=True, lower_bound=-5.0, ...);
-    A_log and dt_bias are made up. Leaves torch's random state alone.
+    Runs a forward and (with `backward`) a backward on made-up inputs of the given shape: give the run's own B and T,
+    on which it depends which kernels run, and `lengths` (of the packed sequences, B = 1) for a packed call. g_dtype
+    None means fp32, or `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own (use_gate_in_kernel=True,
+    lower_bound=-5.0, ...); A_log and dt_bias are made up. Leaves torch's random state alone.
 
     Raises RuntimeError with the reason when there is no such device or such a call would go to fla,
     KERNEL_FUN_KDA_MIN_CTAS included: nothing would have been compiled, and step 1 would pay for it.
@@ -73,7 +73,9 @@ def warmup(
     o, ht = chunk_kda(**call, **flags)
     if backward:
         leaves = [x for x in call.values() if x.requires_grad]
-        outputs = [x for x in (o, ht) if x is not None]
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
+        # a backward with a gradient of the final state is compiled apart from one without
+        for outputs in ((o,),) if ht is None else ((o, ht), (o,)):
+            incoming = [torch.ones_like(x) for x in outputs]
+            torch.autograd.grad(outputs, leaves, incoming, retain_graph=True, allow_unused=True)
     torch.cuda.synchronize(o.device)
     return time.perf_counter() - start
