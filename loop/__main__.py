@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from loop import console
+from loop import console, measuring
+from loop.arguments import Case, Family, Idea, Impl, Out, finish
 
 app = typer.Typer(
     add_completion=False,
@@ -19,13 +20,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Kernels are tried, checked, timed and kept or refuted here. Start with: ./ladder demo",
 )
-
-Out = Annotated[Path | None, typer.Option(help="Folder for what the command writes.")]
-Case = Annotated[str, typer.Option(help="Case ids or tags (tiny, smoke, primary, full), separated by commas.")]
-Impl = Annotated[str, typer.Option(help="Arms: 000, ship, 005, 005+007, 005@000 or a peer, separated by commas.")]
-Family = Annotated[str, typer.Argument(help="kda or cconv.")]
-Idea = Annotated[str, typer.Argument(help="An idea's number or name, e.g. 005.")]
-
 
 # ---------------------------------------------------------------------------------------------------------------- ideas
 @app.command()
@@ -85,7 +79,7 @@ def check(
         found = runner.check(family, names, listed, seeds, writer, progress)
     console.show(runner.check_table(found))
     console.say(f"rows: {writer.path}")
-    _finish(rows.all_passed(found))
+    finish(rows.all_passed(found))
 
 
 @app.command()
@@ -112,59 +106,10 @@ def bench(
         found = runner.bench(family, names, listed, modes, against, blocks, writer, progress)
     console.show(runner.bench_table(found))
     console.say(f"rows: {writer.path}")
-    _finish(rows.all_passed(found))
+    finish(rows.all_passed(found))
 
 
-@app.command()
-def firstcall(family: Family, impl: Impl, case: Case = "smoke", out: Out = None):
-    """Time the first call of arms, each in a fresh process with empty kernel caches."""
-    from loop import firstcall as work
-    from loop import rows, runner
-
-    listed, writer = runner.cases_of(family, case), runner.writer(family, f"firstcall-{impl}", out)
-    with console.progress() as progress:
-        found = [
-            work.firstcall(family, name, c.id, writer=writer, progress=progress)
-            for c in listed
-            for name in runner.split(impl)
-        ]
-    console.show(runner.firstcall_table(found))
-    console.say(f"rows: {writer.path}")
-    _finish(rows.all_passed(found))
-
-
-@app.command()
-def profile(
-    idea: Idea,
-    case: Annotated[str, typer.Option(help="One case id.")],
-    mode: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd.")] = "fwdbwd",
-    out: Out = None,
-):
-    """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
-    from loop import profile as work
-    from loop import registry, runner
-
-    registry.folder(idea)
-    (mode,) = runner.modes_of(mode)[:1]
-    with console.progress() as progress:
-        progress(f"profile {idea} on {case}", 0, 1)
-        path = work.profile(idea, case, mode, out)
-    print(path)
-
-
-@app.command()
-def stages(
-    family: Family,
-    case: Annotated[str, typer.Option(help="One case id; default the first primary one.")] = "",
-    out: Out = None,
-):
-    """Write what each stage takes in fla's chain and in the shipped one, for the page's stage budget."""
-    from loop import budget, run, runner
-
-    found = case or runner.cases_of(family, "primary")[0].id
-    if out:
-        run.make_folder(out)
-    print(run.shown(budget.measure(runner.family(family), found, out)))
+measuring.add(app)
 
 
 # ----------------------------------------------------------------------------------------------------------- the record
@@ -221,7 +166,7 @@ def drift():
         print(f"{item['family']} {item['module']}: {'; '.join(item['moved']) or 'as promoted'}")
     if not report:
         print("nothing is promoted yet")
-    _finish(not any(item["moved"] for item in report))
+    finish(not any(item["moved"] for item in report))
 
 
 # ------------------------------------------------------------------------------------------------------------ notebooks
@@ -283,11 +228,6 @@ def test(context: typer.Context):
     from loop import selftest
 
     raise typer.Exit(selftest.selftest(context.args))
-
-
-def _finish(ok: bool) -> None:
-    if not ok:
-        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -164,6 +164,14 @@ def load(idea_id: str) -> ModuleType:
     return module
 
 
+def fresh(idea_id: str) -> ModuleType:
+    """The idea's kernel module, built for the caller alone, who may set its constants."""
+    path = folder(idea_id) / "kernel.py"
+    source = _source(path.parent)
+    check_source(source, path)
+    return _execute(source, path, f"idea_{path.parent.name[:3]}_alone")
+
+
 def loaded_sha(kernel: Path) -> str:
     """sha256 of the source that the module now loaded from that kernel.py was built from."""
     return _loaded[kernel][0]
