@@ -281,6 +281,22 @@ def test_a_cold_shape_declines_capture_and_a_warm_one_does_not(monkeypatch):
     assert found.capture_reason(Elsewhere, True) == ""
 
 
+def test_a_backward_meets_dense_gradients():
+    met = {}
+
+    class Plan:
+        @staticmethod
+        def run_backward(env, meta):
+            met.update(env)
+            return env
+
+    x = torch.zeros(4, 6).mT
+    dispatch.Route(Plan()).run_backward({"do": x, "dht": None, "dy": x}, {})
+    assert met["do"].is_contiguous()
+    assert met["dht"] is None
+    assert met["dy"] is x  # the convolution takes any strides
+
+
 def test_packed_calls_decline_capture(monkeypatch, fla_kda):
     monkeypatch.setattr(support, "capturing", lambda x: True)
     tensors, flags = kda(sequences=(4, 8), T=12, grad=False)

@@ -10,7 +10,7 @@ def kernels() -> None:
     """Print every kernel of this copy: the stages it stands for, what it was promoted on, whether it can run here."""
     from ._common import promoted
 
-    print("Each kernel when it was promoted, in the chain of that day, against fla (000) or the chain without it (ship):")
+    print("Each kernel when it was promoted, in the chain of that day; against fla (000), the chain without it (ship):")
     for family in ("kda", "cconv"):
         package = f"{__package__}.{family}"
         unusable = {name: why for name, module, why in promoted.modules(package) if module is None}
