@@ -1,7 +1,7 @@
 """The backward's two scans, many or few, in one kernel: a copying warp beside them, and no rounding of the scale.
 
-Parent: 008-bwd-scan (both scans) and 012-bwd-split (few long sequences in segments: its reach and join are used as they
-    are), whose loops are here once: without segments where there are many scans, in a build and an emit where few.
+Parent: 008-bwd-scan (both scans) and 012-bwd-split (few long sequences in segments, with its reach and join), whose
+    loops are here once: without segments where there are many scans, in a build and an emit where few.
 Delta: one warp issues every copy, both ways. In a partition of many warps the compiler orders each with a barrier; the
     eight warps that carry the products now only say that a tile is full or free, and go on. Backwards the state is
     carried in units of the scale, dS / scale:
@@ -18,6 +18,8 @@ import functools
 import math
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,14 +39,120 @@ from kernel_fun.kda.stages.k012_bwd_split import (
     MIN_CHUNKS,
     SMS,
     WALK,
+    _bits,
     dAqk,
-    join_kernel,
-    reach_kernel,
     segment_plan,
 )
 
 FAMILY = "kda"
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier     # renamed in Triton 3.7
+
+
+# ------------------------------------------------------------------------------------------ segments: reach, join
+# 012's, but L, P and SLOTS come at run time: packed batches have ever new ones, and each would compile again.
+@triton.jit
+def _sequence(chunk_offsets, i_n, T, L, P, VARLEN: tl.constexpr):
+    """A sequence's first slot and its number of segments of L chunks (one when it is empty)."""
+    if VARLEN:
+        c_0 = tl.load(chunk_offsets + i_n).to(tl.int64)
+        c_1 = tl.load(chunk_offsets + i_n + 1).to(tl.int64)
+        base = c_0 // L + i_n                           # leaves room for ceil((c_1 - c_0) / L) slots
+        n_seg = tl.maximum((c_1 - c_0 + L - 1) // L, 1).to(tl.int32)
+    else:
+        base = i_n * P
+        n_seg = P
+    return base, n_seg
+
+
+@triton.jit(do_not_specialize=["T", "N", "SLOTS", "L", "P"])
+def reach_kernel(
+    k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, T, N, SLOTS, L, P,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, VARLEN: tl.constexpr, ERASED: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    """segments[slot] = first token, number of tokens (0: slot not used), sequence, 1 if its first + 2 if its last,
+    chunk index in h. reach[0, slot, head] = chunk from which B is scanned, reach[1, ..] = chunk before which
+    dB is; -1 where M is needed."""
+    back = tl.program_id(0) % 2
+    i_hv = tl.program_id(0) // 2 % HV
+    i_s = tl.program_id(0) // (2 * HV)
+    if VARLEN:
+        o_n = tl.arange(0, 128)
+        c = tl.load(chunk_offsets + o_n, mask=o_n < N, other=0).to(tl.int64)
+        i_n = (tl.sum(((o_n < N) & (c // L + o_n <= i_s)).to(tl.int32)) - 1).to(tl.int64)
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        n_t = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos
+        i_c = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        i_n = (i_s // P).to(tl.int64)
+        bos = i_n * T
+        n_t = T.to(tl.int64)
+        i_c = i_n * ((n_t + 63) // 64)
+    base, n_seg = _sequence(chunk_offsets, i_n, T, L, P, VARLEN)
+    s = (i_s - base).to(tl.int32)
+    used = s < n_seg
+    first = s == 0
+    last = s == n_seg - 1
+    bos += s * (L * 64)
+    n_t = tl.where(used, tl.minimum(n_t - s * (L * 64), L * 64), 0).to(tl.int32)
+    if tl.program_id(0) % (2 * HV) == 0:
+        tl.store(segments + i_s * 5, bos)
+        tl.store(segments + i_s * 5 + 1, n_t.to(tl.int64))
+        tl.store(segments + i_s * 5 + 2, i_n)
+        tl.store(segments + i_s * 5 + 3, first.to(tl.int64) + 2 * last.to(tl.int64))
+        tl.store(segments + i_s * 5 + 4, i_c + s * L)
+
+    chunks = (n_t + 63) // 64
+    i_h = i_hv // (HV // H)
+    end = tl.where(back == 1, first, last)                       # beyond it nothing is built
+    bits = tl.where(used & (end == 0), 0.0, ERASED)
+    most = tl.minimum(chunks, WALK)
+    n = 0
+    while (bits < ERASED) & (n < most):
+        at = tl.where(back == 1, n, chunks - 1 - n)
+        near, far = _bits(k, gk, beta, bos, n_t, at, 2 * back - 1, n + 1 < most, i_h, i_hv, H, HV, K)
+        one = (bits + near >= ERASED) | (n + 1 >= most)
+        bits += near + tl.where(one, 0.0, far)
+        n += tl.where(one, 1, 2)
+    known = tl.where(back == 1, last, first)                     # what is beyond is given
+    n = tl.where(bits < ERASED, tl.where(known, chunks, -1), n)
+    n = tl.where((back == 0) & (n >= 0), chunks - n, n)
+    tl.store(reach + (back * SLOTS + i_s) * HV + i_hv, n)
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS", "L", "P"])
+def join_kernel(
+    parts, reach, chunk_offsets, T, SLOTS, L, P,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MOST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """In parts [slots, HV, K, V + K + V], holding (B, M, dB): where M counts, B becomes the state at the segment's end
+    and dB the gradient of the one at its start. A sequence has at most MOST segments."""
+    back = tl.program_id(0) % 2
+    i_v = tl.program_id(0) // 2 % (V // BV)
+    i_hv = tl.program_id(0) // (2 * (V // BV)) % HV
+    i_n = (tl.program_id(0) // (2 * (V // BV) * HV)).to(tl.int64)
+    base, n_seg = _sequence(chunk_offsets, i_n, T, L, P, VARLEN)
+    p_r = reach + (back * SLOTS + base) * HV + i_hv
+    o_s = tl.arange(0, MOST)
+    b_reach = tl.load(p_r + o_s * HV, mask=(o_s > 0) & (o_s < n_seg - 1), other=0)
+    o_k = tl.arange(0, K)
+    W: tl.constexpr = 2 * V + K
+    STEP: tl.constexpr = HV * K * W
+    p_m = parts + (base * HV + i_hv) * (K * W) + o_k[:, None] * W
+    p_x = p_m + i_v * BV + tl.arange(0, BV)[None, :] + back * (V + K)
+    if tl.min(b_reach) < 0:
+        b_x = tl.load(p_x + tl.where(back == 1, n_seg - 1, 0) * STEP)
+        for i in range(1, n_seg - 1):
+            s = tl.where(back == 1, n_seg - 1 - i, i).to(tl.int64)
+            b_b = tl.load(p_x + s * STEP)
+            if tl.load(p_r + s * HV) < 0:
+                b_m = tl.load(p_m + s * STEP + V + o_k[None, :])
+                if back == 1:
+                    b_m = tl.trans(b_m)
+                b_b += tl.dot(b_m, b_x, input_precision="tf32x3")
+                tl.store(p_x + s * STEP, b_b)
+            b_x = b_b
 
 
 # ----------------------------------------------------------------------------------------------------- the copying warp
@@ -556,9 +664,9 @@ def run(
         segments = torch.empty(n, 5, dtype=torch.int64, device=q.device)
         reach = torch.empty(2, n, p.HV, dtype=torch.int32, device=q.device)
         parts = torch.empty(n, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=q.device)
-        shape = {"HV": p.HV, "K": p.K, "L": L, "P": P, "VARLEN": p.varlen}
+        shape = {"HV": p.HV, "K": p.K, "VARLEN": p.varlen}
         launch(
-            reach_kernel, (2 * n * p.HV,), k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, n,
+            reach_kernel, (2 * n * p.HV,), k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, n, L, P,
             H=p.H, **shape, ERASED=ERASED, WALK=WALK, num_warps=8,
         )
     token = {"q": q, "k": k, "v": v, "gk": gk, "Aqk": Aqk, "Akk": Akk, "do": do, "v_new": v_new, "dv": dv}
@@ -583,7 +691,7 @@ def run(
     if few:
         scan(min(_tile(p), p.K), 2 * p.V + p.K, False)
         launch(
-            join_kernel, (2 * (p.V // 32) * p.HV * p.N,), parts, reach, chunk_offsets, p.T, n,
+            join_kernel, (2 * (p.V // 32) * p.HV * p.N,), parts, reach, chunk_offsets, p.T, n, L, P,
             V=p.V, BV=32, MOST=256, **shape, num_warps=8,
         )
     scan(_tile(p), 2 * p.V, True)
@@ -616,6 +724,19 @@ def _scan_job(CUT, EMIT, FULL, K=128, V=128, BV=128, half="bf16"):
     return scan_kernel, types, shape, BV // 16, 1
 
 
+_RUN = dict.fromkeys(("T", "N", "SLOTS", "L", "P"), "i32") | {"chunk_offsets": "*i64", "reach": "*i32"}
+_KEYS = {"k": "*bf16", "gk": "*fp32", "beta": "*fp32", "cu_seqlens": "*i64", "segments": "*i64"}
+
+
+def _cut_jobs(VARLEN):
+    shape = {"HV": 16, "K": 128, "VARLEN": VARLEN}
+    return [
+        (reach_kernel, _RUN | _KEYS, shape | {"H": 16, "ERASED": ERASED, "WALK": WALK}, 8, 3),
+        (join_kernel, {n: _RUN[n] for n in _RUN if n != "N"} | {"parts": "*fp32"},
+         shape | {"V": 128, "BV": 32, "MOST": 256}, 8, 3),
+    ]
+
+
 COMPILE = [
     _scan_job(False, True, True, V=256),
     _scan_job(False, True, False),
@@ -624,4 +745,6 @@ COMPILE = [
     _scan_job(True, True, False),
     _scan_job(True, False, True),
     _scan_job(True, False, False, K=64, V=64, BV=64),
+    *_cut_jobs(False),
+    *_cut_jobs(True),
 ]

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernel_fun._common import cute
 from kernel_fun._common.launch import launch
-from kernel_fun.kda.stages.k010_fwd_split import _sequence, join_kernel, segment_plan
+from kernel_fun.kda.stages.k010_fwd_split import segment_plan
 from kernel_fun.kda.stages.k010_fwd_split import supports as may_be_cut
 from kernel_fun.kda.stages.k013_fwd_operands import LOG2E, _barrier, _steps, _tiles, _vector
 from kernel_fun.kda.stages.k014_fwd_prep_mma import FRONT_WRITES, _prepare
@@ -41,7 +41,22 @@ ERASED = 48.0               # bits: what is dropped is below 2^-48 |S_in|, fp32 
 WALK = 32                   # chunks that reach looks back at most
 
 
-# ------------------------------------------------------------------------------------------------------------- reach
+# ------------------------------------------------------------------------------------------ segments: reach, join
+# L and P come at run time: packed batches have ever new ones, and each would compile again.
+@triton.jit
+def _sequence(chunk_offsets, i_n, T, L, P, VARLEN: tl.constexpr):
+    """A sequence's first slot and its number of segments of L chunks (one when it is empty)."""
+    if VARLEN:
+        c_0 = tl.load(chunk_offsets + i_n).to(tl.int64)
+        c_1 = tl.load(chunk_offsets + i_n + 1).to(tl.int64)
+        base = c_0 // L + i_n                           # leaves room for ceil((c_1 - c_0) / L) slots
+        n_seg = tl.maximum((c_1 - c_0 + L - 1) // L, 1).to(tl.int32)
+    else:
+        base = i_n * P
+        n_seg = P
+    return base, n_seg
+
+
 @triton.jit
 def _length(x):
     """At least |row|, for each row: squares in units of 2^-64, and what they can lose below 2^-126 added."""
@@ -86,12 +101,12 @@ def _bits(
     return tl.maximum(whole, tl.sum(-slowest - tl.log2(grows)), propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "L", "P"])
 def reach_kernel(
-    k, g, A_log, dt_bias, tiles, vec, Akk, cu_seqlens, chunk_offsets, segments, start, lower_bound, T, N,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, P: tl.constexpr, VARLEN: tl.constexpr,
-    GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, FAST: tl.constexpr,
-    ERASED: tl.constexpr, WALK: tl.constexpr,
+    k, g, A_log, dt_bias, tiles, vec, Akk, cu_seqlens, chunk_offsets, segments, start, lower_bound, T, N, L, P,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, FAST: tl.constexpr, ERASED: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     """segments[slot] = first token, number of tokens (0: slot not used), first chunk of all, 4 times the sequence + 1
     if its first + 2 if its last. start[slot, head] = chunk of the segment from which B is scanned; -1 where M is
@@ -138,6 +153,36 @@ def reach_kernel(
         )
     at = tl.where(bits >= ERASED, L - n, tl.where(first, 0, -1))  # the first segment's S_in is known
     tl.store(start + i_s * HV + i_hv, at.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["T", "L", "P"])
+def join_kernel(
+    parts, start, chunk_offsets, T, L, P,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MOST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """In parts [slots, HV, K, V + K], holding (B, M): where M counts, B becomes the state at the segment's end.
+    A sequence has at most MOST segments."""
+    i_v = tl.program_id(0) % (V // BV)
+    i_hv = tl.program_id(0) // (V // BV) % HV
+    i_n = (tl.program_id(0) // (V // BV * HV)).to(tl.int64)
+    base, n_seg = _sequence(chunk_offsets, i_n, T, L, P, VARLEN)
+    o_s = tl.arange(0, MOST)
+    b_start = tl.load(start + (base + o_s) * HV + i_hv, mask=(o_s > 0) & (o_s < n_seg - 1), other=0)
+    o_k = tl.arange(0, K)
+    o_v = i_v * BV + tl.arange(0, BV)
+    W: tl.constexpr = V + K
+    p_s = parts + (base * HV + i_hv) * (K * W) + o_k[:, None] * W
+    if tl.min(b_start) < 0:
+        b_s = tl.load(p_s + o_v[None, :])
+        for s in range(1, n_seg - 1):
+            p_s += HV * K * W
+            b_b = tl.load(p_s + o_v[None, :])
+            if tl.load(start + (base + s) * HV + i_hv) < 0:
+                b_m = tl.load(p_s + V + o_k[None, :])
+                b_b += tl.dot(b_m, b_s, input_precision="tf32x3")
+                tl.store(p_s + o_v[None, :], b_b)
+            b_s = b_b
 
 
 # ------------------------------------------------------------------------------- build, emit: 013's scan, of segments
@@ -390,12 +435,11 @@ def scan(*, k_raw, g_raw, A_log, dt_bias, operands, vec, Akk, Aqk, v, h0, p, cu_
     segments = torch.empty(slots, 4, dtype=torch.int64, device=v.device)
     start = torch.empty(slots, p.HV, dtype=torch.int32, device=v.device)
     parts = v.new_empty(slots, p.HV, p.K, p.V + p.K, dtype=torch.float32)
-    cut = {"L": L, "P": P, "VARLEN": p.varlen}
     launch(
         reach_kernel, (slots * p.HV,),
         k_raw, g_raw, A_log, dt_bias, operands, vec, Akk, cu_seqlens, chunk_offsets, segments, start,
-        p.lower_bound or 0.0, p.T, p.N,
-        H=p.H, HV=p.HV, K=p.K, **cut, GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None,
+        p.lower_bound or 0.0, p.T, p.N, L, P,
+        H=p.H, HV=p.HV, K=p.K, VARLEN=p.varlen, GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None,
         L2NORM=p.l2norm, FAST=v.is_cuda, ERASED=ERASED, WALK=WALK, num_warps=8,
     )
     given = [_tiles(operands, p.K)]
@@ -410,8 +454,8 @@ def scan(*, k_raw, g_raw, A_log, dt_bias, operands, vec, Akk, Aqk, v, h0, p, cu_
 
     segments_of(p.V + p.K, False)
     launch(
-        join_kernel, (p.V // 32 * p.HV * p.N,), parts, start, chunk_offsets, p.T,
-        HV=p.HV, K=p.K, V=p.V, BV=32, SLOTS=256, **cut, num_warps=8,
+        join_kernel, (p.V // 32 * p.HV * p.N,), parts, start, chunk_offsets, p.T, L, P,
+        HV=p.HV, K=p.K, V=p.V, BV=32, MOST=256, VARLEN=p.varlen, num_warps=8,
     )
     segments_of(p.V, True)
     return o, ht
@@ -448,15 +492,21 @@ def _scan_job(V, EMIT, FULL):
 
 _TYPES = dict.fromkeys(("k", "g", "tiles", "Akk"), "*bf16") | dict.fromkeys(("A_log", "dt_bias", "vec"), "*fp32")
 _TYPES |= {"cu_seqlens": "*i64", "chunk_offsets": "*i64", "segments": "*i64", "start": "*i32", "lower_bound": "fp32"}
-_TYPES |= {"T": "i32", "N": "i32"}
+_TYPES |= dict.fromkeys(("T", "N", "L", "P"), "i32")
 COMPILE = [
     _scan_job(V, EMIT, FULL) for V, FULL in ((128, True), (256, False)) for EMIT in (True, False)
 ] + [
     (
         reach_kernel, _TYPES,
-        {"H": 16, "HV": 16, "K": 128, "L": 8, "P": 8, "VARLEN": varlen, "GATE": gate, "HAS_A": True, "HAS_BIAS": True,
-         "L2NORM": True, "FAST": True, "ERASED": ERASED, "WALK": WALK},
+        {"H": 16, "HV": 16, "K": 128, "VARLEN": varlen, "GATE": gate, "HAS_A": True, "HAS_BIAS": True, "L2NORM": True,
+         "FAST": True, "ERASED": ERASED, "WALK": WALK},
         8, 3,
     )
     for gate, varlen in (("softplus", False), ("safe", True))
+] + [
+    (
+        join_kernel, {n: _TYPES[n] for n in ("start", "chunk_offsets", "T", "L", "P")} | {"parts": "*fp32"},
+        {"HV": 16, "K": 128, "V": 128, "BV": 32, "MOST": 256, "VARLEN": varlen}, 8, 3,
+    )
+    for varlen in (False, True)
 ]

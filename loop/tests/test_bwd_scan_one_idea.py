@@ -5,6 +5,7 @@ Without a GPU its Gluon kernel runs as torch, the scan and its copying warp in t
 and late; the others run in Triton's interpreter; all are launched by the idea's own host code.
 """
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -216,11 +217,51 @@ def test_compiles_for_hopper():
     for job, built in zip(idea.COMPILE, interpreter.compile_many(idea.COMPILE), strict=True):
         assert ".target sm_90" in built.ptx
         assert built.smem <= 227 * 1024
+        if job[0] is not idea.scan_kernel:
+            assert built.spills == 0
+            continue
         assert built.spills <= 400              # start and end states, and what finds them
         assert inflight.overwritten(built.ttgir) == []
         waits = len(re.findall(r"wgmma\.wait_group", built.ptx))
         assert built.sass.count("WARPGROUP.DEPBAR") == waits == 6, job[2]      # ptxas adds no wait
         assert not re.findall(r"\b(LDL|STL)\b", _loops(built.sass)), job[2]
+
+
+def kinds_of_calls(monkeypatch, idea):
+    """Kernel -> the kinds of calls that compile apart, of all that `idea` launches from now on; nothing runs."""
+    seen = defaultdict(set)
+
+    def launch(kernel, grid, *args, **constants):
+        free = getattr(kernel, "kwargs", vars(kernel))["do_not_specialize"]          # interpreted, or to be compiled
+        numbers = [(n, x) for n, x in zip(kernel.arg_names, args, strict=False) if type(x) is int and n not in free]
+        seen[kernel.__name__].add((*constants.items(), *((n, x == 1, x % 16 == 0) for n, x in numbers)))
+
+    monkeypatch.setattr(idea, "launch", launch)
+    return seen
+
+
+# (sequences, tokens) with 4 heads: segments of 4, 5, 6, 16, 17, 21 and more chunks; of one, 16 of 16
+PACKED_LENGTHS = ((1, 1024), (1, 4200), (1, 5000), (1, 15360), (2, 15360), (1, 20000), (3, 20000))
+
+
+def test_packed_batches_of_any_length_compile_once(monkeypatch):
+    idea = registry.load("017")
+    seen = kinds_of_calls(monkeypatch, idea)
+    monkeypatch.setattr(idea, "zero_tail", lambda x, cu_seqlens: x)
+    plans = []
+    for N, T in PACKED_LENGTHS:
+        p = KdaProblem(1, T, 1, 4, 64, 64, N, -(-T // 64), scale=0.125, varlen=True, arch=(9, 0))
+        assert idea.cut(p)
+        plans.append(idea.segment_plan(p))
+        shapes = {"q": (1, 64), "k": (1, 64), "v": (4, 64), "do": (4, 64), "Akk": (4, 64), "Aqk": (4, 64)}
+        tokens = {name: torch.empty(1, T, *shape, dtype=p.dtype) for name, shape in shapes.items()}
+        tokens |= {"gk": torch.empty(1, T, 4, 64), "beta": torch.empty(1, T, 4)}
+        states = {name: torch.empty(N, 4, 64, 64) for name in ("h0", "dht")}
+        tables = dict.fromkeys(("cu_seqlens", "chunk_indices", "chunk_offsets"), torch.empty(N + 1, dtype=torch.int64))
+        idea.run(**tokens, **states, **tables, p=p, wanted=frozenset())
+    assert len(set(plans)) == len({L for L, _, _ in plans}) == len(plans)
+    assert {n: len(kinds) for n, kinds in seen.items()} == {"reach_kernel": 1, "scan_kernel": 2, "join_kernel": 1}
+    assert len({dict(kind)["EMIT"] for kind in seen["scan_kernel"]}) == 2                # build and emit
 
 
 def test_refuses_what_is_not_for_it():

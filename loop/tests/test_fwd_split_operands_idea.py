@@ -16,6 +16,7 @@ import torch
 from kernel_fun._common.problem import KdaProblem
 from loop import cases, inflight, interpreter, registry, spans
 from loop.tests import gluon_as_torch
+from loop.tests.test_bwd_scan_one_idea import PACKED_LENGTHS, kinds_of_calls
 from loop.tests.test_fwd_operands_idea import DEVICE, Turns, _loops, compare, problem, schedules
 
 pytest.importorskip("cutlass", reason="the preparation needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
@@ -219,7 +220,7 @@ def starts(p, given):
     names = ("k_raw", "g_raw", "A_log", "dt_bias", "operands", "vec", "Akk", "cu_seqlens", "chunk_offsets")
     idea.reach_kernel[(slots * p.HV,)](
         *(given[n].to(DEVICE) if torch.is_tensor(given[n]) else given[n] for n in names), segments, start,
-        p.lower_bound or 0.0, p.T, p.N, H=p.H, HV=p.HV, K=p.K, L=L, P=P, VARLEN=p.varlen, GATE=p.gate,
+        p.lower_bound or 0.0, p.T, p.N, L, P, H=p.H, HV=p.HV, K=p.K, VARLEN=p.varlen, GATE=p.gate,
         HAS_A=p.has_A_log, HAS_BIAS=p.has_dt_bias, L2NORM=p.l2norm, FAST=DEVICE == "cuda", ERASED=idea.ERASED,
         WALK=idea.WALK, num_warps=8,
     )
@@ -352,7 +353,26 @@ def test_compiles_for_hopper():
             assert len(re.findall(r"\b(LDL|STL)\b", _loops(built.sass))) <= 2  # Triton 3.6 leaves a load a warpgroup
             assert built.spills <= 400  # addresses of the start and end states
         else:
-            assert built.spills == 0
+            assert built.spills <= 8  # join, as 010's for packed batches
+
+
+def test_packed_batches_of_any_length_compile_once(monkeypatch):
+    idea = registry.load("018")
+    seen = kinds_of_calls(monkeypatch, idea)
+    plans = []
+    for N, T in PACKED_LENGTHS:
+        p = KdaProblem(1, T, 1, 8, 128, 128, N, -(-T // 64), varlen=True, output_final_state=True, arch=(9, 0))
+        assert idea.supports(p) == (True, "")
+        plans.append(idea.segment_plan(p))
+        shapes = {"k_raw": (1, T, 1, 128), "operands": (p.NT * 8 * 192, 128)}
+        shapes |= dict.fromkeys(("g_raw", "v"), (1, T, 8, 128)) | dict.fromkeys(("Akk", "Aqk"), (1, T, 8, 64))
+        given = {name: torch.empty(shape, dtype=p.dtype) for name, shape in shapes.items()}
+        given |= {"vec": torch.empty(p.NT * 8, 192), "h0": torch.empty(N, 8, 128, 128), "A_log": None, "dt_bias": None}
+        given |= dict.fromkeys(("cu_seqlens", "chunk_offsets"), torch.empty(N + 1, dtype=torch.int64))
+        idea.scan(**given, p=p)
+    assert len(set(plans)) == len({L for L, _, _ in plans}) == len(plans)
+    assert {n: len(kinds) for n, kinds in seen.items()} == {"reach_kernel": 1, "scan_kernel": 2, "join_kernel": 1}
+    assert len({dict(kind)["EMIT"] for kind in seen["scan_kernel"]}) == 2  # build and emit
 
 
 def test_refuses_what_is_not_for_it():
