@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loop import cases, interpreter, registry, spans
+from loop import interpreter, registry, spans
 from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_grads_gluon_idea import tile
+from loop.tests.test_bwd_keys_idea import SMALL as PARENTS
+from loop.tests.test_bwd_keys_idea import case_of
 
 pytest.importorskip("cutlass", reason="the idea's key side needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested there")
@@ -42,26 +44,11 @@ class Both:
             setattr(module, name, value)
 
 
-def case_of(name, **changes):
-    return replace(cases.get("kda", name), **{"K": 128, "V": 64, **changes})
-
-
-SMALL = {
-    "gate": case_of("tiny_gate", T=64),
-    "fp32_gate": case_of("tiny_gate", T=64, H=1, g_dtype="fp32"),
-    "safe": case_of("tiny_safe", T=64),
-    "log": case_of("tiny", T=70),
-    "neg": case_of("tiny_neg", T=64),
-    "ragged": case_of("tiny_ragged", T=101, B=1),
-    "varlen": case_of("tiny_varlen"),
+SMALL = PARENTS | {
     "gva": case_of("tiny_gva", T=96, H=2, HV=4),
     "gva_of_three": case_of("tiny_gva", T=64, H=1, HV=3),
     "gva_log": case_of("tiny", T=64, B=1, H=1, HV=2),
     "gva_varlen": case_of("tiny_varlen", H=1, HV=2),
-    "strong": case_of("tiny_strong", T=64),
-    "mask": case_of("tiny_mask", T=128),
-    "reset": case_of("tiny_reset", T=128),
-    "weak": case_of("tiny_weak", T=64),
 }
 
 
