@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernel_fun._common import packed, promoted
-from loop import arms, contract, inputs, interpreter, registry
+from kernel_fun._common import promoted
+from loop import arms, calls, compare, contract, interpreter, registry, spans, steps
 from loop.cases import Case
-from loop.tensors import OP_NAMES
 
 CALLS = 5
 
@@ -75,32 +74,29 @@ def time_spans(idea: str, case: Case, constants: dict | None = None, seed: int =
     if not ok:
         raise Unsupported(f"idea {idea} does not support {case.id}: {reason}")
     chain = importlib.import_module(f"kernel_fun.{case.family}.chain")
-    steps = promoted.module_steps(module, p, idea, chain.STAGES, chain.OUTPUTS)
-    return [_one(idea, case, p, chain, step, seed) for step in steps]
+    own = promoted.module_steps(module, p, idea, chain.STAGES, chain.OUTPUTS)
+    return [_one(idea, case, p, chain, step, seed) for step in own]
 
 
 def _one(idea: str, case: Case, p, chain, step, seed: int) -> Timed:
     env, meta, theirs = _around(case, p, chain, step.span, seed)
     with torch.no_grad():
         ours = step(env, meta)
-        apart = {n: _apart(t, theirs[n]) for n, t in ours.items() if _comparable(t, theirs.get(n), env.get(n))}
+        shared = [n for n, t in ours.items() if _comparable(t, theirs.get(n), env.get(n))]
+        apart = {n: compare.difference(ours[n], theirs[n]).rel_rms for n in shared}
         del ours, theirs
         ms, kernels = _timed(lambda: step(env, meta))
-    return Timed(idea, case.id, "..".join(dict.fromkeys((step.span[0], step.span[-1]))), ms, kernels, apart)
+    return Timed(idea, case.id, steps.span(step), ms, kernels, apart)
 
 
 def _around(case: Case, p, chain, span: Sequence[str], seed: int) -> tuple[dict, dict, dict]:
     """Every tensor before the span, the meta arguments, and what the base's stages make of the span."""
     if not arms.on_gpu():
         interpreter.install()
-    x = inputs.make(case, seed, "cuda" if arms.on_gpu() else "cpu")
-    tables = None if x["cu_seqlens"] is None else packed.describe(x["cu_seqlens"])
-    meta = {"p": p, "cu_seqlens": x["cu_seqlens"]}
-    meta |= {n: tables and getattr(tables, n) for n in ("chunk_indices", "chunk_offsets")}
+    env, meta = spans.start(case, p, seed, "cuda" if arms.on_gpu() else "cpu")
     base = chain.base_steps(p, "fla" if arms.on_gpu() else "reference")
     names = [s.name for s in contract.stages(case.family)]
     first, last = names.index(span[0]), names.index(span[-1])
-    env = {OP_NAMES[case.family].get(n, n): t for n, t in x.items() if n != "cu_seqlens"}
     with torch.no_grad():
         for step in base:
             if names.index(step.span[-1]) < first:
@@ -117,12 +113,6 @@ def _comparable(ours, theirs, given) -> bool:
     return both and ours is not given and ours.is_floating_point() and ours.shape == theirs.shape
 
 
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """|ours - theirs| over |theirs|."""
-    size = theirs.float().norm()
-    return float((ours.float() - theirs.float()).norm() / size.clamp_min(1e-30))
-
-
 def _timed(call) -> tuple[float, dict[str, tuple[float, int]]]:
     """(ms a call, kernels): the sum of the kernels' times; on a CPU the host's time."""
     call()
@@ -130,16 +120,7 @@ def _timed(call) -> tuple[float, dict[str, tuple[float, int]]]:
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start), {}
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for e in profile.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Activity"):
-            found.setdefault(e.name[:80], []).append(e.time_range.elapsed_us() / 1e3)
-    kernels = {n: (sum(t) / CALLS, round(len(t) / CALLS)) for n, t in found.items()}
+    kernels = {n: x for n, x in calls.kernels(call, CALLS).items() if not n.startswith("Activity")}
     return sum(ms for ms, _ in kernels.values()), kernels
 
 
@@ -151,6 +132,6 @@ def table(found: Sequence[Timed]):
     for x in found:
         apart = ", ".join(f"{n} {d:.1e}" for n, d in x.apart.items())
         made.add_row(x.case, x.idea, x.span, f"{x.ms:.4f}", "", apart)
-        for name, (ms, launches) in sorted(x.kernels.items(), key=lambda item: -item[1][0]):
-            made.add_row("", "", f"  {name}", f"{ms:.4f}", str(launches), "", style="dim")
+        for name, (ms, launches) in x.kernels.items():
+            made.add_row("", "", f"  {name[:80]}", f"{ms:.4f}", str(launches), "", style="dim")
     return made

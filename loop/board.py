@@ -22,11 +22,11 @@ def void(row: rows.Row) -> bool:
     return bool(row.perf and row.perf.timer == "graph" and row.axes.get("varlen"))
 
 
-def newest(found: Iterable[rows.Row]) -> list[rows.Row]:
+def newest(found: Iterable[rows.Row], current: dict | None = None) -> list[rows.Row]:
     """The newest bench row of each (family, case, mode, arm, baseline, device), in that order, of the arm's present
-    source if there is one; `found` is oldest first.
+    source if there is one; `found` is oldest first, `current` as in `is_stale`.
     """
-    last, current = {}, {}
+    last, current = {}, {} if current is None else current
     for row in found:
         if row.kind == "bench" and not void(row):
             key = row.family, row.case, row.mode, row.arm, row.baseline, row.device
@@ -70,9 +70,8 @@ def entries(found: Iterable[rows.Row] | None = None, families: Sequence[str] = r
     mode.
     """
     current: dict = {}
-    listed = [
-        entry(r, current) for r in newest(rows.read() if found is None else found) if r.perf and r.family in families
-    ]
+    last = newest(rows.read() if found is None else found, current)
+    listed = [entry(r, current) for r in last if r.perf and r.family in families]
     return sorted(listed, key=lambda e: (e["family"], e["device"], e["case"], e["mode"], e["baseline"], -e["ratio"]))
 
 

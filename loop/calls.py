@@ -77,3 +77,19 @@ def caller_ms(call: Callable) -> float:
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
+
+
+def kernels(call: Callable[[], object], times: int) -> dict[str, tuple[float, int]]:
+    """Device kernel -> (ms, launches) a call, slowest first, from torch's profiler over `times` calls of a warm one."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, int]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            ms, count = found.get(event.name, (0.0, 0))
+            found[event.name] = (ms + event.time_range.elapsed_us() / 1e3, count + 1)
+    per_call = {name: (ms / times, round(count / times)) for name, (ms, count) in found.items()}
+    return dict(sorted(per_call.items(), key=lambda item: -item[1][0]))

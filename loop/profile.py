@@ -8,8 +8,6 @@ wants to know what bounds the kernel and what that explains.
 import types
 from pathlib import Path
 
-import torch
-
 from loop import arms, calls, cases, contract, env, inputs, ncu, plots, registry, rows, steps
 from loop.promote import replace
 from loop.registry import root
@@ -82,18 +80,7 @@ def kernel_times(arm, given, mode: str) -> dict[str, tuple[float, int]]:
     call = calls.make(arm, given, mode)
     for _ in range(2):
         call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as prof:
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[float, int]] = {}
-    for event in prof.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            ms, count = found.get(event.name, (0.0, 0))
-            found[event.name] = (ms + event.time_range.elapsed_us() / 1e3, count + 1)
-    per_call = {name: (ms / CALLS, round(count / CALLS)) for name, (ms, count) in found.items()}
-    return dict(sorted(per_call.items(), key=lambda item: -item[1][0]))
+    return calls.kernels(call, CALLS)
 
 
 def resources(module: types.ModuleType) -> list[dict]:

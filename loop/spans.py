@@ -70,6 +70,16 @@ def check_spans(module, case: Case, seed: int = 0, device=None, grad: bool = Tru
 def operands(case: Case, p, stage: str, seed: int, device) -> tuple[dict, dict]:
     """Every tensor of the chain as it is when `stage` starts, from the plain-torch stages before it; and the meta
     arguments."""
+    env, meta = start(case, p, seed, device)
+    for s in contract.stages(case.family):
+        if s.name == stage:
+            break
+        env |= _reference_step(case.family, s.name, p)(env, meta)
+    return env, meta
+
+
+def start(case: Case, p, seed: int, device) -> tuple[dict, dict]:
+    """The tensors that a chain starts from, by its own names, and the meta arguments."""
     x = inputs.make(case, seed, device)
     env = {OP_NAMES[case.family].get(n, n): t for n, t in x.items() if n != "cu_seqlens"}
     tables = None if x["cu_seqlens"] is None else packed.describe(x["cu_seqlens"])
@@ -79,10 +89,6 @@ def operands(case: Case, p, stage: str, seed: int, device) -> tuple[dict, dict]:
         "chunk_indices": tables and tables.chunk_indices,
         "chunk_offsets": tables and tables.chunk_offsets,
     }
-    for s in contract.stages(case.family):
-        if s.name == stage:
-            break
-        env |= _reference_step(case.family, s.name, p)(env, meta)
     return env, meta
 
 

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernel_fun._common import ptx
+from kernel_fun._common import cutecall, ptx
 from kernel_fun._common.launch import launch
 from kernel_fun._common.problem import CHUNK
 from kernel_fun.kda.stages.k011_bwd_grads_ring import (
@@ -40,13 +40,11 @@ from kernel_fun.kda.stages.k011_bwd_grads_ring import (
     VALUE_STAGES,
     VALUE_WARPS,
     ZERO_PROGRAMS,
-    _flat,
     _multiprocessors,
     _tiles,
     zero_tail_kernel,
 )
 from kernel_fun.kda.stages.k015_bwd_keys import (
-    _TYPES,
     EDGE,
     GK,
     KEYS,
@@ -60,7 +58,6 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     XD,
     XS,
     K,
-    _absent,
     _addresses,
     _as_source,
     _as_target,
@@ -555,13 +552,11 @@ def _launcher(cfg):
 
 
 @functools.cache
-def _compile(cfg_key, dtypes, options="--enable-tvm-ffi"):
+def _compile(cfg_key, dtypes):
     """The kernel for one specialisation; takes the 25 tensors flattened, then the numbers, and runs on torch's
     current stream."""
-    tensors = [cute.runtime.make_fake_compact_tensor(_TYPES[d], (cute.sym_int64(),), assumed_align=16) for d in dtypes]
     numbers = (Int32(1), Float32(0.0), Float32(1.0), Int32(1), Int32(1))
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(_launcher(_Config(*cfg_key)), *tensors, *numbers, stream, options=options)
+    return cutecall.compile_for(_launcher(_Config(*cfg_key)), dtypes, numbers)
 
 
 def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
@@ -572,9 +567,9 @@ def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_i
     shape = (p.B, p.T, p.HV)
     xq, xu, xd, D, E, rest, dv_out = (v.new_empty(*shape, n) for n in (p.K, p.K, p.K, CHUNK, CHUNK, 16, p.V))
     rows, tail = gk.new_empty(*shape, 2), gk.new_empty(p.NT, p.HV, p.K)
-    tokens = [_tiles(_flat(x).view(p.B * p.T, -1), CHUNK, BV) for x in (do, dv, v_new, v, Akk)]
-    states = [_tiles(_flat(x).view(-1, p.V), p.K, BV) for x in (h, dh)]
-    gates = _tiles(_flat(gk).view(p.B * p.T, -1), CHUNK, p.K)
+    tokens = [_tiles(cutecall.flat(x).view(p.B * p.T, -1), CHUNK, BV) for x in (do, dv, v_new, v, Akk)]
+    states = [_tiles(cutecall.flat(x).view(-1, p.V), p.K, BV) for x in (h, dh)]
+    gates = _tiles(cutecall.flat(gk).view(p.B * p.T, -1), CHUNK, p.K)
     programs = min(p.NT * p.HV, _multiprocessors(v.device))
     launch(
         value_kernel, (programs,), *tokens, *states, gates, gk, beta, xq, xu, xd, D, E, rest, rows, tail, dv_out,
@@ -601,9 +596,9 @@ def run(
     dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
     dA = None if A_log is None else q.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
     dbias = None if dt_bias is None else q.new_empty(p.NT, p.HV, p.K, dtype=torch.float32)
-    f32, i64 = _absent(q.device, torch.float32), _absent(q.device, torch.int64)
+    f32, i64 = cutecall.absent(q.device, torch.float32), cutecall.absent(q.device, torch.int64)
     given = (q, k, gk, beta, *states, g_raw, A_log, dt_bias, q_rstd, k_rstd, dq, dk, dg, dbeta, dA, dbias)
-    tensors = [f32 if x is None else _flat(x) for x in given]
+    tensors = [f32 if x is None else cutecall.flat(x) for x in given]
     tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
     kernel = _compile(cfg_key, tuple(x.dtype for x in tensors))
     rows = 1 if p.varlen else p.B  # the grid's second axis

@@ -13,7 +13,7 @@ from loop import interpreter, registry, spans
 from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_grads_gluon_idea import tile
 from loop.tests.test_bwd_keys_idea import SMALL as PARENTS
-from loop.tests.test_bwd_keys_idea import case_of
+from loop.tests.test_bwd_keys_idea import STEPS, case_of, pairs_in_fp64
 
 pytest.importorskip("cutlass", reason="the idea's key side needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested there")
@@ -106,28 +106,8 @@ def pairs_alone(step, q=None, k=None, D=None, E=None, seed=0):
     given = [q, k, gk, beta, none, none, none, *hi, rest, rows, far, far, far, far, far, far, *out]
     given += [far, far, table, table]
     cute_cpu.launcher(keys, cfg)(*(x.reshape(-1) for x in given), 64, 0.0, 1.0, 1, 1)
-    q, k, D, E, beta, step = (x.double() for x in (q, k, D, E, beta, step))
-    pairs = (row[:, None] > row[None, :])[..., None]
-    gk = step.cumsum(0)
-    decay = torch.where(pairs, torch.exp2(gk[:, None] - gk[None, :]), 0.0)
-    by_q, by_k = (torch.einsum("rs,sd,rsd->rd", x, k, decay) for x in (D, E))
-    to_k = torch.einsum("rs,rd,rsd->sd", D, q, decay) + torch.einsum("rs,r,rd,rsd->sd", E, beta, k, decay)
-    dg = q * by_q + beta[:, None] * k * by_k - k * to_k
-    want = by_q, beta[:, None] * by_k + to_k, dg.flip(0).cumsum(0).flip(0), (k * by_k).sum(1)
+    want = pairs_in_fp64(q, k, D, E, beta, step)
     return [x.double().view(y.shape) for x, y in zip(out, want, strict=True)], want
-
-
-DRAWN = torch.rand(3, 64, 128, generator=torch.Generator().manual_seed(1))
-STEPS = {
-    "none": torch.zeros(64, 128),
-    "weak": -0.01 * DRAWN[0],
-    "typical": -2 * DRAWN[0],
-    "sixteen": torch.full((64, 128), -16.0),
-    "at_the_floor": torch.full((64, 128), -32.0),
-    "beyond": -40 * DRAWN[1],
-    "masks": torch.where(DRAWN[2] < 0.3, -1443.0, -0.5),
-    "one_mask_a_row": torch.where((torch.arange(64) % 5 == 2)[:, None], -1443.0, -0.1).expand(64, 128).contiguous(),
-}
 
 
 @pytest.mark.parametrize("name", STEPS)
