@@ -158,11 +158,11 @@ def join_kernel(
 # ----------------------------------------------------------------------------------------------------- the copying warp
 # Shapes in shared memory: k, q, kg [64, K]; g [64, K] fp32; x (v or do), out [64, BV]; Aq, A [64, 64]; of all but kg
 # and out two, for chunks i and i + 1. Forwards q's two hold kg. A fetched tile is raw until `_prepare` has made it an
-# operand. mbarriers, two of each but `left`: `ready` (the tiles have come), `half` (out is full, and in the dead g lies
-# h or dh; Aq, forwards k, x and A, are free), `whole` (the others are), `left` (out and g are free).
+# operand. mbarriers: `ready` (the tiles have come), `staged` (in the dead g lies h or dh), `half` (out is full; Aq,
+# forwards k, x and A, are free), `whole` (the others are), `left` (out is free); two of each but `left`.
 @gluon.jit
 def _copies(
-    d_q, d_k, d_x, d_g, d_Aq, d_A, d_state, d_out, k, q, g, x, Aq, A, out, ready, half, whole, left,
+    d_q, d_k, d_x, d_g, d_Aq, d_A, d_state, d_out, k, q, g, x, Aq, A, out, ready, staged, half, whole, left,
     bos, n_tok, i_c, i_h, i_hv, i_v,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
     BACK: gl.constexpr,
@@ -178,17 +178,17 @@ def _copies(
             row, t_out = (bos + (NT - 1 - i) * 64).to(gl.int32), NT + 1 - i
         else:
             row, t_out = (bos + i * 64).to(gl.int32), i - 2
-        mbarrier.wait(half.index(s), phase)
         if EMIT:  # noqa: SIM102  (compile-time and run-time conditions, here and below)
             if i >= 2:
+                mbarrier.wait(staged.index(s), phase)
                 at = [(((i_c + t_out) * HV + i_hv) * K).to(gl.int32), c_v]
                 tma.async_copy_shared_to_global(d_state, at, g.index(s)._reinterpret(k.dtype, [K, BV], d_state.layout))
-                if FULL:
-                    tma.async_copy_shared_to_global(d_out, [(bos + t_out * 64).to(gl.int32), c_x], out)
-                else:
-                    if n_tok - t_out * 64 >= 64:
-                        tma.async_copy_shared_to_global(d_out, [(bos + t_out * 64).to(gl.int32), c_x], out)
+                tma.store_wait(0)                            # g can be fetched with the others then, and out is free
+                barrier()
+                mbarrier.arrive(left, count=1, pred=i > 2)
+        mbarrier.wait(half.index(s), phase)
         mbarrier.expect(ready.index(s), BYTES, pred=on)
+        tma.async_copy_global_to_shared(d_g, [row, c_g], ready.index(s), g.index(s), pred=on)
         if BACK:
             tma.async_copy_global_to_shared(d_Aq, [row, c_A], ready.index(s), Aq.index(s), pred=on)
         else:
@@ -197,16 +197,18 @@ def _copies(
             tma.async_copy_global_to_shared(d_A, [row, c_A], ready.index(s), A.index(s), pred=on)
         if EMIT:  # noqa: SIM102
             if i >= 2:
-                tma.store_wait(0)
-                barrier()
-                mbarrier.arrive(left, count=1)
-        tma.async_copy_global_to_shared(d_g, [row, c_g], ready.index(s), g.index(s), pred=on)
+                if FULL:
+                    tma.async_copy_shared_to_global(d_out, [(bos + t_out * 64).to(gl.int32), c_x], out)
+                else:
+                    if n_tok - t_out * 64 >= 64:
+                        tma.async_copy_shared_to_global(d_out, [(bos + t_out * 64).to(gl.int32), c_x], out)
         if BACK:
             mbarrier.wait(whole.index(s), phase)
             tma.async_copy_global_to_shared(d_k, [row, c_k], ready.index(s), k.index(s), pred=on)
             tma.async_copy_global_to_shared(d_q, [row, c_k], ready.index(s), q.index(s), pred=on)
             tma.async_copy_global_to_shared(d_x, [row, c_x], ready.index(s), x.index(s), pred=on)
             tma.async_copy_global_to_shared(d_A, [row, c_A], ready.index(s), A.index(s), pred=on)
+    tma.store_wait(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ the scans
@@ -266,7 +268,7 @@ def _put_last(
 
 @gluon.jit
 def _forwards(
-    d_state, k, kg, g, v, A, out, decay, betas, ready, half, left, p_g, p_beta, p_vn, b_S, bos, n_tok,
+    d_state, k, kg, g, v, A, out, decay, betas, ready, staged, half, left, p_g, p_beta, p_vn, b_S, bos, n_tok,
     i_hv, i_v, has_v,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
     NW: gl.constexpr,
@@ -309,6 +311,9 @@ def _forwards(
         # under kb S: the state to its tile
         if EMIT:
             g.index(s)._reinterpret(DT, [K, BV], d_state.layout).permute((1, 0)).store(b_Sb)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(staged.index(s), count=1)
         b_v = v.index(s).permute((1, 0)).load(S64)
         b_b = betas.load(gl.SliceLayout(0, S64))
         if not EMIT:
@@ -355,8 +360,8 @@ def _minus_beta(p_beta, row, i_hv, n_t, inverse, R0: gl.constexpr, P: gl.constex
 
 @gluon.jit
 def _backwards(
-    d_state, k, q, kg, g, do, Aq, A, out, decay, ready, half, whole, left, p_g, p_beta, p_dv, b_S, unit, bos, n_tok,
-    i_hv, i_v,
+    d_state, k, q, kg, g, do, Aq, A, out, decay, ready, staged, half, whole, left, p_g, p_beta, p_dv, b_S, unit, bos,
+    n_tok, i_hv, i_v,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
     NW: gl.constexpr, GAIN: gl.constexpr,
 ):
@@ -403,6 +408,9 @@ def _backwards(
         mbarrier.arrive(whole.index(n), count=1, pred=i > 0)
         if EMIT:
             g.index(s)._reinterpret(DT, [K, BV], d_state.layout).permute((1, 0)).store(b_Sb)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(staged.index(s), count=1)
         b_dvn = warpgroup_mma_wait(0, [x])
         b_dvb = b_dvn.to(DT)                                 # the unit diagonal of Akk meets an unrounded dvn
         x = warpgroup_mma(
@@ -436,7 +444,7 @@ def _backwards(
 
 @gluon.jit
 def _scan(
-    d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, half, whole, left,
+    d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, staged, half, whole, left,
     v_new, dv, gk, beta, h0, dht, dh0, parts, unit, bos, n_tok, i_hv, i_v, has_v, back, first, last, used, keep,
     p_state, p_parts, column,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
@@ -458,8 +466,8 @@ def _scan(
         if HAS_DHT:
             b_S += gl.load(dht + p_state, mask=(o_v < last * BV) & (o_k >= 0), other=0.0)
         b_S = _backwards(
-            d_dh, k, q, kg, g, x, Aq, A, out, decay, ready, half, whole, left, gk, beta, dv, b_S * (1.0 / unit),
-            unit, bos, n_tok, i_hv, i_v, HV, K, V, BV, FULL, EMIT, NW, GAIN,
+            d_dh, k, q, kg, g, x, Aq, A, out, decay, ready, staged, half, whole, left, gk, beta, dv,
+            b_S * (1.0 / unit), unit, bos, n_tok, i_hv, i_v, HV, K, V, BV, FULL, EMIT, NW, GAIN,
         )
         b_S = b_S * unit
         if EMIT and HAS_H0:
@@ -473,7 +481,7 @@ def _scan(
         if HAS_H0:
             b_S += gl.load(h0 + p_state, mask=(o_v < first * BV) & (o_k >= 0), other=0.0)
         b_S = _forwards(
-            d_dh, k, q, g, x, A, out, decay, betas, ready, half, left, gk, beta, v_new, b_S,
+            d_dh, k, q, g, x, A, out, decay, betas, ready, staged, half, left, gk, beta, v_new, b_S,
             bos, n_tok, i_hv, i_v, has_v, HV, K, V, BV, FULL, EMIT, NW,
         )
     if not EMIT:
@@ -482,18 +490,18 @@ def _scan(
 
 @gluon.jit
 def _copies_of(
-    d_q, d_k, d_v, d_g, d_Aq, d_A, d_do, d_h, d_vn, d_dh, d_dv, k, q, g, x, Aq, A, out, ready, half, whole, left,
-    bos, n_tok, i_c, i_h, i_hv, i_v, back,
+    d_q, d_k, d_v, d_g, d_Aq, d_A, d_do, d_h, d_vn, d_dh, d_dv, k, q, g, x, Aq, A, out, ready, staged, half, whole,
+    left, bos, n_tok, i_c, i_h, i_hv, i_v, back,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
 ):
     if back > 0:
         _copies(
-            d_q, d_k, d_do, d_g, d_Aq, d_A, d_dh, d_dv, k, q, g, x, Aq, A, out, ready, half, whole, left,
+            d_q, d_k, d_do, d_g, d_Aq, d_A, d_dh, d_dv, k, q, g, x, Aq, A, out, ready, staged, half, whole, left,
             bos, n_tok, i_c, i_h, i_hv, i_v, HV, K, V, BV, FULL, EMIT, True,
         )
     else:
         _copies(
-            d_k, d_k, d_v, d_g, d_A, d_A, d_h, d_vn, k, q, g, x, A, A, out, ready, half, whole, left,
+            d_k, d_k, d_v, d_g, d_A, d_A, d_h, d_vn, k, q, g, x, A, A, out, ready, staged, half, whole, left,
             bos, n_tok, i_c, i_h, i_hv, i_v, HV, K, V, BV, FULL, EMIT, False,
         )
 
@@ -569,26 +577,29 @@ def scan_kernel(
     decay = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     betas = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     half = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     whole = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for j in gl.static_range(2):
         mbarrier.init(ready.index(j), count=1)
+        mbarrier.init(staged.index(j), count=1)
         mbarrier.init(half.index(j), count=1)
         mbarrier.init(whole.index(j), count=1)
     mbarrier.init(left, count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_scan, (d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, half, whole, left,
+        (_scan, (d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, staged, half, whole, left,
                  v_new, dv, gk, beta, h0, dht, dh0, parts, unit, bos, n_tok, i_hv, i_v, has_v, back, first, last, used,
                  keep, p_state, p_parts, column,
                  HV, K, V, BV, HAS_H0, HAS_DHT, FULL, CUT, EMIT, GAIN)),
         (_copies_of, (d_q, d_k, d_v, d_g, d_Aq, d_A, d_do, d_h, d_vn, d_dh, d_dv, k, q, g, x, Aq, A, out,
-                      ready, half, whole, left, bos, n_tok, i_c, i_h, i_hv, i_v, back.to(gl.int32),
+                      ready, staged, half, whole, left, bos, n_tok, i_c, i_h, i_hv, i_v, back.to(gl.int32),
                       HV, K, V, BV, FULL, EMIT)),
     ], [1], [24])
     for j in gl.static_range(2):
         mbarrier.invalidate(ready.index(j))
+        mbarrier.invalidate(staged.index(j))
         mbarrier.invalidate(half.index(j))
         mbarrier.invalidate(whole.index(j))
     mbarrier.invalidate(left)

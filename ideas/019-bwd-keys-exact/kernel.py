@@ -164,6 +164,7 @@ def value_kernel(
     SX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
     C64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     CK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [8, 1], [1, 0])
+    CR: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
     pairs = gl.allocate_shared_memory(DT, [STAGES, 128, 64], d_do.layout)
     values = gl.allocate_shared_memory(DT, [STAGES, 128, 64], d_do.layout)
     states = gl.allocate_shared_memory(DT, [STAGES, 2 * K, 64], d_h.layout)
@@ -180,6 +181,8 @@ def value_kernel(
     b_sign = gl.where(o_a < 64, gl.zeros([128], gl.float32, gl.SliceLayout(1, S64)) + scale, -1.0)
     o_s, o_k = gl.arange(0, 64, layout=gl.SliceLayout(0, S64)), gl.arange(0, K, layout=gl.SliceLayout(1, S64))
     o_y, o_h = gl.arange(0, 64, layout=gl.SliceLayout(1, SY)), gl.arange(0, K, layout=gl.SliceLayout(1, C64))
+    o_p = gl.arange(0, 128, layout=gl.SliceLayout(1, CR))
+    o_rest = (o_p % 64 * (HV * 16) + o_p // 64 * 8)[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, CR))[None, :]
     i_s = 0  # stages used so far
     _, _, i_hv, row, n_t = _chunk(0, walk, HV, IS_VARLEN)
     b_beta = gl.load(beta + row * HV + i_hv + o_y * HV, mask=o_y < n_t, other=0.0).to(gl.float32)
@@ -238,12 +241,12 @@ def value_kernel(
         s_xd, s_a = values.index(now)._reinterpret(DT, [64, K], d_h.layout), pairs.index(now)
         b_diag = gl.sum(gl.where(o_a[:, None] == o_s[None, :], b_a, 0.0), 1) * scale
         b_a = gl.where((o_a % 64)[:, None] > o_s[None, :], b_a * b_sign[:, None], 0.0)
-        b_hi = b_a.to(DT)
-        s_a.store(b_hi)
-        b_near = (o_a % 64 // 8)[:, None] == (o_s // 8)[None, :]  # what 8 bits leave of the pairs in the same 8 rows
-        o_rest = (o_a % 64 * (HV * 16) + o_a // 64 * 8)[:, None] + (o_s % 8)[None, :]
-        b_near = b_near & (o_a % 64 < n_t)[:, None]
-        gl.store(rest + head * 16 + o_rest, (b_a - b_hi.to(gl.float32)).to(DT), mask=b_near)
+        s_a.store(b_a.to(DT))
+        # what 8 bits leave of the pairs in the same 8 rows
+        b_near = gl.where((o_a % 64 // 8)[:, None] == (o_s // 8)[None, :], b_a, 0.0)
+        b_near = gl.sum(b_near.reshape([128, 8, 8]), 1)
+        b_near = gl.convert_layout((b_near - b_near.to(DT).to(gl.float32)).to(DT), CR)
+        gl.store(rest + head * 16 + o_rest, b_near, mask=(o_p % 64 < n_t)[:, None])
         gl.store(rows + (head + o_a * HV) * 2, b_diag, mask=o_a < n_t)
         gl.store(rows + (head + o_y * HV) * 2 + 1, gl.sum(b_yv, 1), mask=o_y < n_t)
         mbarrier.wait(bars.index(now), i_s // STAGES & 1)

@@ -189,7 +189,8 @@ FAULTS = {
     "half of the tiles' release": ("mbarrier.wait(half.index(s), phase)", "pass"),
     "the other tiles' release": ("mbarrier.wait(whole.index(s), phase)", "pass"),
     "the last dvn's departure": ("mbarrier.wait(left, (i & 1) ^ 1)                 # the last dvn", "pass  #"),
-    "what leaves, before its tile is filled": ("tma.store_wait(0)", "pass"),
+    "what leaves, before its tile is filled": ("tma.store_wait(0)                            # g can", "pass  # g can"),
+    "the state's staging": ("mbarrier.wait(staged.index(s), phase)", "pass"),
 }
 
 
