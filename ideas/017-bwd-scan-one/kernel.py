@@ -2,13 +2,13 @@
 
 Parent: 008-bwd-scan (both scans) and 012-bwd-split (few long sequences in segments, with its reach and join), whose
     loops are here once: without segments where there are many scans, in a build and an emit where few.
-Delta: one warp issues every copy, both ways. In a partition of many warps the compiler orders each with a barrier; the
-    eight warps that carry the products now only say that a tile is full or free, and go on. Backwards the state is
+Delta: one warp issues every copy, both ways; the eight that carry the products only say that a tile is full or free,
+    and go on. q and k come as the caller gave them, and their rows are normalised here. Backwards the state is
     carried in units of the scale, dS / scale:
         dv = Aqk^T do + kg bf16(dS)    y = Akk^T dv    dS / scale <- 2^G dS / scale + (q 2^gk)^T do + kb'^T y
     with kb' = -(beta / scale) k 2^gk, so that neither q 2^gk nor y is multiplied before its one rounding.
-Why it should be faster: 9 and 6 barriers of all warps a step instead of 14 and 12, a seventh of the instructions fewer;
-    at V = 256, where 008 is at 84 % of the copy rate, and in segments.
+Why it should be faster: 10 and 7 barriers of all warps a step instead of 14 and 12, a seventh of the instructions
+    fewer; and the forward need not write normalised q and k, and keep them (4 bytes of each element).
 Why more exact: scale is no power of two, so bf16(scale q 2^gk) rounds even where nothing decays and q 2^gk is exact;
     and k 2^gk stays k where a chunk decays by less than half a bf16 step, always to the same side. beta breaks that.
 Constraints: sm_90, K 64 or 128, V a multiple of 64, bf16 or fp16. Any gate (every exponent is <= 0), any T, packed
@@ -33,13 +33,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernel_fun._common.launch import launch
 from kernel_fun._common.problem import CHUNK
-from kernel_fun._common.tails import zero_tail
 from kernel_fun.kda.stages.k012_bwd_split import (
     ERASED,
     MIN_CHUNKS,
     SMS,
     WALK,
-    _bits,
+    _descriptor,
+    _token,
     dAqk,
     segment_plan,
 )
@@ -64,11 +64,35 @@ def _sequence(chunk_offsets, i_n, T, L, P, VARLEN: tl.constexpr):
     return base, n_seg
 
 
+@triton.jit
+def _bits(
+    k, k_rstd, gk, beta, bos, n_t, at, step, both, i_h, i_hv,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
+):
+    """How much chunk `at` of n_t tokens from bos on, and chunk `at + step` if `both`, shrink any state: -log2 of bounds
+    of their maps' norms. Two at a time, as the walk waits for memory."""
+    o_r, o_k = tl.arange(0, 128), tl.arange(0, K)
+    o_t = (at + o_r // 64 * step) * 64 + o_r % 64
+    live = (o_t >= 0) & (o_t < n_t) & ((o_r < 64) | both)
+    m = live[:, None] & (o_k >= 0)[None, :]
+    row = bos + o_t
+    p_g = gk + (row[:, None] * HV + i_hv) * K + o_k[None, :]
+    b_g = tl.load(p_g, mask=m, other=0.0) - tl.load(p_g - HV * K, mask=m & (o_r % 64 > 0)[:, None], other=0.0)
+    b_k = tl.load(k + (row[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+    if NORM:
+        b_k *= tl.load(k_rstd + row * H + i_h, mask=live, other=0.0)[:, None]
+    b_b = tl.load(beta + row * HV + i_hv, mask=live, other=0.0).to(tl.float32)
+    slowest = tl.max(tl.where(b_g == b_g, b_g, 0.0), 1)           # after a gate of -inf the difference says nothing
+    grows = tl.maximum(tl.abs(1.0 - b_b * tl.sum(b_k * b_k, 1)), 1.0)
+    b_x = tl.where(live, -slowest - tl.log2(grows), 0.0)
+    return tl.sum(tl.where(o_r < 64, b_x, 0.0)), tl.sum(tl.where(o_r < 64, 0.0, b_x))
+
+
 @triton.jit(do_not_specialize=["T", "N", "SLOTS", "L", "P"])
 def reach_kernel(
-    k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, T, N, SLOTS, L, P,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, VARLEN: tl.constexpr, ERASED: tl.constexpr,
-    WALK: tl.constexpr,
+    k, k_rstd, gk, beta, cu_seqlens, chunk_offsets, segments, reach, T, N, SLOTS, L, P,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr,
+    ERASED: tl.constexpr, WALK: tl.constexpr,
 ):
     """segments[slot] = first token, number of tokens (0: slot not used), sequence, 1 if its first + 2 if its last,
     chunk index in h. reach[0, slot, head] = chunk from which B is scanned, reach[1, ..] = chunk before which
@@ -110,7 +134,9 @@ def reach_kernel(
     n = 0
     while (bits < ERASED) & (n < most):
         at = tl.where(back == 1, n, chunks - 1 - n)
-        near, far = _bits(k, gk, beta, bos, n_t, at, 2 * back - 1, n + 1 < most, i_h, i_hv, H, HV, K)
+        near, far = _bits(
+            k, k_rstd, gk, beta, bos, n_t, at, 2 * back - 1, n + 1 < most, i_h, i_hv, H, HV, K, NORM
+        )
         one = (bits + near >= ERASED) | (n + 1 >= most)
         bits += near + tl.where(one, 0.0, far)
         n += tl.where(one, 1, 2)
@@ -213,12 +239,19 @@ def _copies(
 
 # ------------------------------------------------------------------------------------------------------------ the scans
 @gluon.jit
+def _norms(p_rstd, row, i_h, n_t, R0: gl.constexpr, P: gl.constexpr, H: gl.constexpr, NORM: gl.constexpr):
+    """What rows R0 .. R0 + 32 are to be multiplied by to be normalised, as `_prepare` wants it."""
+    o_t = R0 + gl.arange(0, 32, layout=gl.SliceLayout(1, P))
+    return gl.load(p_rstd + (row + o_t) * H + i_h, mask=o_t < n_t, other=0.0) if NORM else o_t  # which nobody reads
+
+
+@gluon.jit
 def _prepare(
-    k, q, kg, g, b_gn, b_b, n_t, R0: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BACK: gl.constexpr,
-    FULL: gl.constexpr, GAIN: gl.constexpr,
+    k, q, kg, g, b_gn, b_b, b_rk, b_rq, n_t, R0: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BACK: gl.constexpr,
+    FULL: gl.constexpr, NORM: gl.constexpr, GAIN: gl.constexpr = 1.0,
 ):
-    """Rows R0 .. R0 + R: k becomes k 2^gk, backwards b_b k 2^gk, and q GAIN q 2^gk in place; kg = k 2^(G - gk). Zero
-    from row n_t on."""
+    """Rows R0 .. R0 + R of k and q, normalised: k becomes k 2^gk, backwards b_b k 2^gk, and q GAIN q 2^gk in place;
+    kg = k 2^(G - gk). Zero from row n_t on."""
     b_k = k.slice(R0, R).load(P).to(gl.float32)
     b_g = g.slice(R0, R).load(P)
     if BACK:
@@ -230,8 +263,12 @@ def _prepare(
         if BACK:
             b_q = gl.where(m_t, b_q, 0.0)
     b_up = gl.exp2(b_g)
+    if NORM:
+        b_k *= b_rk[:, None]
     if BACK:
         k.slice(R0, R).store((b_k * (b_up * b_b[:, None])).to(k.dtype))
+        if NORM:
+            b_q *= b_rq[:, None]
         if GAIN != 1.0:
             b_up *= GAIN
         q.slice(R0, R).store((b_q * b_up).to(k.dtype))
@@ -268,10 +305,10 @@ def _put_last(
 
 @gluon.jit
 def _forwards(
-    d_state, k, kg, g, v, A, out, decay, betas, ready, staged, half, left, p_g, p_beta, p_vn, b_S, bos, n_tok,
-    i_hv, i_v, has_v,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
-    NW: gl.constexpr,
+    d_state, k, kg, g, v, A, out, decay, betas, ready, staged, half, left, p_g, p_beta, p_rk, p_vn, b_S, bos, n_tok,
+    i_h, i_hv, i_v, has_v,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr,
+    EMIT: gl.constexpr, NORM: gl.constexpr, NW: gl.constexpr,
 ):
     """From the transposed state b_S [BV, K] to the last one; on the way, if EMIT, each chunk's first state and v_new.
     v counts as zero if not `has_v`."""
@@ -289,8 +326,10 @@ def _forwards(
     b_gn = gl.load(p_g + ((bos + n_n - 1) * HV + i_hv) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     b_beta = gl.load(p_beta + (bos + o_t) * HV + i_hv, mask=o_t < n_n, other=0.0).to(gl.float32)
     mbarrier.wait(ready.index(0), 0, pred=NT > 0)
+    k_0, kg_0, g_0 = k.index(0), kg.index(0), g.index(0)
     for r in gl.static_range(0, 64, 32):
-        _prepare(k.index(0), k.index(0), kg.index(0), g.index(0), b_gn, b_gn, n_n, r, 32, P, False, FULL, 1.0)
+        b_rk = _norms(p_rk, bos, i_h, n_n, r, P, H, NORM)
+        _prepare(k_0, k_0, kg_0, g_0, b_gn, b_gn, b_rk, b_rk, n_n, r, 32, P, False, FULL, NORM)
     _mask(v.index(0), n_n, BV, False, FULL, NW)
     _mask(A.index(0), n_n, 64, False, FULL, NW)
     decay.store(gl.exp2(b_gn))
@@ -300,9 +339,12 @@ def _forwards(
 
     for i in range(NT):
         s, n, more = i & 1, (i & 1) ^ 1, i + 1 < NT
+        k_n, kg_n, g_n = k.index(n), kg.index(n), g.index(n)
         row, n_t, n_n = bos + i * 64, gl.minimum(n_tok - i * 64, 64), gl.minimum(n_tok - i * 64 - 64, 64)
         b_gn = gl.load(p_g + ((row + 64 + n_n - 1) * HV + i_hv) * K + o_k, mask=(o_k >= 0) & more, other=0.0)
         b_beta = gl.load(p_beta + (row + 64 + o_t) * HV + i_hv, mask=o_t < n_n, other=0.0).to(gl.float32)
+        b_lo = _norms(p_rk, row + 64, i_h, n_n, 0, P, H, NORM)
+        b_hi = _norms(p_rk, row + 64, i_h, n_n, 32, P, H, NORM)
         b_Sb = b_S.to(DT)
         x = warpgroup_mma(
             gl.convert_layout(b_Sb, A64), k.index(s).permute((1, 0)), gl.zeros([BV, 64], gl.float32, S64),
@@ -326,7 +368,7 @@ def _forwards(
         # under Akk r: half of the next chunk
         b_S = b_S * decay.load(gl.SliceLayout(0, SK))[None, :]
         mbarrier.wait(ready.index(n), ((i + 1) >> 1) & 1, pred=more)
-        _prepare(k.index(n), k.index(n), kg.index(n), g.index(n), b_gn, b_gn, n_n, 0, 32, P, False, FULL, 1.0)
+        _prepare(k_n, k_n, kg_n, g_n, b_gn, b_gn, b_lo, b_lo, n_n, 0, 32, P, False, FULL, NORM)
         if EMIT:
             mbarrier.wait(left, (i & 1) ^ 1)                 # the last v_new has
         b_vn = warpgroup_mma_wait(0, [x]).to(DT)
@@ -339,7 +381,7 @@ def _forwards(
         mbarrier.arrive(half.index(s), count=1)
         if EMIT:
             _put_last(p_vn, out, row, i_hv * V + i_v, n_t, HV * V, BV, FULL, NW)
-        _prepare(k.index(n), k.index(n), kg.index(n), g.index(n), b_gn, b_gn, n_n, 32, 32, P, False, FULL, 1.0)
+        _prepare(k_n, k_n, kg_n, g_n, b_gn, b_gn, b_hi, b_hi, n_n, 32, 32, P, False, FULL, NORM)
         _mask(v.index(n), n_n, BV, False, FULL, NW)
         _mask(A.index(n), n_n, 64, False, FULL, NW)
         decay.store(gl.exp2(b_gn))
@@ -360,10 +402,10 @@ def _minus_beta(p_beta, row, i_hv, n_t, inverse, R0: gl.constexpr, P: gl.constex
 
 @gluon.jit
 def _backwards(
-    d_state, k, q, kg, g, do, Aq, A, out, decay, ready, staged, half, whole, left, p_g, p_beta, p_dv, b_S, unit, bos,
-    n_tok, i_hv, i_v,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr, EMIT: gl.constexpr,
-    NW: gl.constexpr, GAIN: gl.constexpr,
+    d_state, k, q, kg, g, do, Aq, A, out, decay, ready, staged, half, whole, left, p_g, p_beta, p_rk, p_rq, p_dv, b_S,
+    unit, bos, n_tok, i_h, i_hv, i_v,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FULL: gl.constexpr,
+    EMIT: gl.constexpr, NORM: gl.constexpr, NW: gl.constexpr, GAIN: gl.constexpr,
 ):
     """From the last state's gradient b_S [BV, K], in `unit`s, to the first's; on the way, if EMIT, each chunk's last
     state's and v_new's, in ones."""
@@ -383,7 +425,8 @@ def _backwards(
     mbarrier.wait(ready.index(0), 0, pred=NT > 0)
     for r in gl.static_range(0, 64, 32):
         b_b = _minus_beta(p_beta, last, i_hv, n_b, inverse, r, P, HV)
-        _prepare(k.index(0), q.index(0), kg, g.index(0), b_gn, b_b, n_t, r, 32, P, True, FULL, GAIN)
+        b_rk, b_rq = _norms(p_rk, last, i_h, n_b, r, P, H, NORM), _norms(p_rq, last, i_h, n_b, r, P, H, NORM)
+        _prepare(k.index(0), q.index(0), kg, g.index(0), b_gn, b_b, b_rk, b_rq, n_t, r, 32, P, True, FULL, NORM, GAIN)
     _mask(do.index(0), n_t, BV, False, FULL, NW)
     _mask(A.index(0), n_t, 64, False, FULL, NW)
     _mask(Aq.index(0), n_t, 64, True, FULL, NW)              # nobody has written Aqk above its diagonal
@@ -398,6 +441,8 @@ def _backwards(
         n_b = gl.minimum(i_t, 1) * 64
         b_lo = _minus_beta(p_beta, row - 64, i_hv, n_b, inverse, 0, P, HV)
         b_hi = _minus_beta(p_beta, row - 64, i_hv, n_b, inverse, 32, P, HV)
+        k_lo, k_hi = _norms(p_rk, row - 64, i_h, n_b, 0, P, H, NORM), _norms(p_rk, row - 64, i_h, n_b, 32, P, H, NORM)
+        q_lo, q_hi = _norms(p_rq, row - 64, i_h, n_b, 0, P, H, NORM), _norms(p_rq, row - 64, i_h, n_b, 32, P, H, NORM)
         b_Sb = (b_S * unit).to(DT)
         x = warpgroup_mma(                                   # this product first: the other way round ptxas adds a wait
             gl.convert_layout(b_Sb, A64), kg.permute((1, 0)), gl.zeros([BV, 64], gl.float32, S64),
@@ -428,11 +473,11 @@ def _backwards(
         if EMIT:
             _put_last(p_dv, out, row, i_hv * V + i_v, gl.minimum(n_tok - i_t * 64, 64), HV * V, BV, FULL, NW)
         mbarrier.wait(ready.index(n), ((i + 1) >> 1) & 1, pred=more)
-        _prepare(k.index(n), q.index(n), kg, g.index(n), b_gn, b_lo, 64, 0, 32, P, True, True, GAIN)
+        _prepare(k.index(n), q.index(n), kg, g.index(n), b_gn, b_lo, k_lo, q_lo, 64, 0, 32, P, True, True, NORM, GAIN)
         b_y = warpgroup_mma_wait(1, [x]).to(DT)
         y = warpgroup_mma(gl.convert_layout(b_y, AK), k.index(s), y, is_async=True)
         # under kb'^T y: the other half
-        _prepare(k.index(n), q.index(n), kg, g.index(n), b_gn, b_hi, 64, 32, 32, P, True, True, GAIN)
+        _prepare(k.index(n), q.index(n), kg, g.index(n), b_gn, b_hi, k_hi, q_hi, 64, 32, 32, P, True, True, NORM, GAIN)
         _mask(Aq.index(n), 64, 64, True, True, NW)
         decay.store(gl.exp2(b_gn))
         b_S = warpgroup_mma_wait(0, [y])
@@ -445,10 +490,11 @@ def _backwards(
 @gluon.jit
 def _scan(
     d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, staged, half, whole, left,
-    v_new, dv, gk, beta, h0, dht, dh0, parts, unit, bos, n_tok, i_hv, i_v, has_v, back, first, last, used, keep,
-    p_state, p_parts, column,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
-    FULL: gl.constexpr, CUT: gl.constexpr, EMIT: gl.constexpr, GAIN: gl.constexpr,
+    v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, parts, unit, bos, n_tok, i_h, i_hv, i_v, has_v, back, first,
+    last, used, keep, p_state, p_parts, column,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, HAS_H0: gl.constexpr,
+    HAS_DHT: gl.constexpr, FULL: gl.constexpr, CUT: gl.constexpr, EMIT: gl.constexpr, NORM: gl.constexpr,
+    GAIN: gl.constexpr,
 ):
     """One scan from its start state to where its end state belongs; offsets as in `scan_kernel`."""
     NW: gl.constexpr = BV // 16
@@ -466,8 +512,8 @@ def _scan(
         if HAS_DHT:
             b_S += gl.load(dht + p_state, mask=(o_v < last * BV) & (o_k >= 0), other=0.0)
         b_S = _backwards(
-            d_dh, k, q, kg, g, x, Aq, A, out, decay, ready, staged, half, whole, left, gk, beta, dv,
-            b_S * (1.0 / unit), unit, bos, n_tok, i_hv, i_v, HV, K, V, BV, FULL, EMIT, NW, GAIN,
+            d_dh, k, q, kg, g, x, Aq, A, out, decay, ready, staged, half, whole, left, gk, beta, k_rstd, q_rstd,
+            dv, b_S * (1.0 / unit), unit, bos, n_tok, i_h, i_hv, i_v, H, HV, K, V, BV, FULL, EMIT, NORM, NW, GAIN,
         )
         b_S = b_S * unit
         if EMIT and HAS_H0:
@@ -481,8 +527,8 @@ def _scan(
         if HAS_H0:
             b_S += gl.load(h0 + p_state, mask=(o_v < first * BV) & (o_k >= 0), other=0.0)
         b_S = _forwards(
-            d_dh, k, q, g, x, A, out, decay, betas, ready, staged, half, left, gk, beta, v_new, b_S,
-            bos, n_tok, i_hv, i_v, has_v, HV, K, V, BV, FULL, EMIT, NW,
+            d_dh, k, q, g, x, A, out, decay, betas, ready, staged, half, left, gk, beta, k_rstd, v_new, b_S,
+            bos, n_tok, i_h, i_hv, i_v, has_v, H, HV, K, V, BV, FULL, EMIT, NORM, NW,
         )
     if not EMIT:
         gl.store(parts + (p_parts + column), b_S, mask=(o_v < keep * BV) & (o_k >= 0))
@@ -509,10 +555,10 @@ def _copies_of(
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
     d_q, d_k, d_v, d_g, d_Aq, d_A, d_do, d_h, d_vn, d_dh, d_dv,                # descriptors
-    v_new, dv, gk, beta, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, unit, T, N,
+    v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, unit, T, N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, HAS_H0: gl.constexpr,
     HAS_DHT: gl.constexpr, VARLEN: gl.constexpr, FULL: gl.constexpr, CUT: gl.constexpr, EMIT: gl.constexpr,
-    GAIN: gl.constexpr,
+    NORM: gl.constexpr, GAIN: gl.constexpr,
 ):
     """EMIT: both scans of one of N sequences, or CUT of N segments, backwards first. Otherwise BV columns of a
     segment's (B, M, dB), in this order."""
@@ -590,9 +636,9 @@ def scan_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_scan, (d_dh, k, q, kg, g, x, Aq, A, out, decay, betas, ready, staged, half, whole, left,
-                 v_new, dv, gk, beta, h0, dht, dh0, parts, unit, bos, n_tok, i_hv, i_v, has_v, back, first, last, used,
-                 keep, p_state, p_parts, column,
-                 HV, K, V, BV, HAS_H0, HAS_DHT, FULL, CUT, EMIT, GAIN)),
+                 v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, parts, unit, bos, n_tok, i_h, i_hv, i_v, has_v,
+                 back, first, last, used, keep, p_state, p_parts, column,
+                 H, HV, K, V, BV, HAS_H0, HAS_DHT, FULL, CUT, EMIT, NORM, GAIN)),
         (_copies_of, (d_q, d_k, d_v, d_g, d_Aq, d_A, d_do, d_h, d_vn, d_dh, d_dv, k, q, g, x, Aq, A, out,
                       ready, staged, half, whole, left, bos, n_tok, i_c, i_h, i_hv, i_v, back.to(gl.int32),
                       HV, K, V, BV, FULL, EMIT)),
@@ -641,11 +687,6 @@ def supports(p):
     return True, ""
 
 
-def _token(like, p, cu_seqlens):
-    x = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=like.device)
-    return zero_tail(x, cu_seqlens) if p.varlen else x     # tokens after the last sequence belong to none
-
-
 @functools.cache
 def _swizzled(itemsize):
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=2)
@@ -657,30 +698,33 @@ def _tiles(x, rows, columns):
 
 
 def run(
-    *, q, k, v, gk, beta, Akk, Aqk, h0, dht, do, p, cu_seqlens, chunk_indices, chunk_offsets, wanted=frozenset({"dAqk"})
+    *, q_raw, k_raw, q_rstd, k_rstd, v, gk, beta, Akk, Aqk, h0, dht, do, p, cu_seqlens, chunk_indices, chunk_offsets,
+    wanted=frozenset({"dAqk"}),
 ):
-    """Tensors as in the chain's contract.
+    """Tensors as in the chain's contract: q and k as the caller gave them, and what normalises their rows, so that the
+    forward need not keep them normalised.
 
     Returns h, dh [B,NT,HV,K,V] and v_new, dv [B,T,HV,V] in the problem's dtype, dAqk [B,T,HV,64] fp32 and dh0
     [N,HV,K,V] fp32 (None without h0). dv is the gradient of v_new; the next stage applies Akk and beta to it. dAqk is
     left out where `wanted`, the names that a later stage reads, does not have it.
     """
-    h, dh = (torch.empty(p.B, p.chunks_per_row, p.HV, p.K, p.V, dtype=p.dtype, device=q.device) for _ in range(2))
-    v_new, dv = (_token(q, p, cu_seqlens) for _ in range(2))
+    h, dh = (torch.empty(p.B, p.chunks_per_row, p.HV, p.K, p.V, dtype=p.dtype, device=v.device) for _ in range(2))
+    v_new, dv = (_token(v, p, cu_seqlens, p.V, p.dtype) for _ in range(2))
     dh0 = None if h0 is None else torch.empty_like(h0)
     few, n = cut(p), p.N
     segments = reach = parts = None
     if few:
         L, P, n = segment_plan(p)
-        segments = torch.empty(n, 5, dtype=torch.int64, device=q.device)
-        reach = torch.empty(2, n, p.HV, dtype=torch.int32, device=q.device)
-        parts = torch.empty(n, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=q.device)
+        segments = torch.empty(n, 5, dtype=torch.int64, device=v.device)
+        reach = torch.empty(2, n, p.HV, dtype=torch.int32, device=v.device)
+        parts = torch.empty(n, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=v.device)
         shape = {"HV": p.HV, "K": p.K, "VARLEN": p.varlen}
         launch(
-            reach_kernel, (2 * n * p.HV,), k, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, n, L, P,
-            H=p.H, **shape, ERASED=ERASED, WALK=WALK, num_warps=8,
+            reach_kernel, (2 * n * p.HV,),
+            k_raw, k_rstd, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, n, L, P,
+            H=p.H, NORM=p.l2norm, **shape, ERASED=ERASED, WALK=WALK, num_warps=8,
         )
-    token = {"q": q, "k": k, "v": v, "gk": gk, "Aqk": Aqk, "Akk": Akk, "do": do, "v_new": v_new, "dv": dv}
+    token = {"q": q_raw, "k": k_raw, "v": v, "gk": gk, "Aqk": Aqk, "Akk": Akk, "do": do, "v_new": v_new, "dv": dv}
     rows = {name: x.view(p.B * p.T, -1) for name, x in token.items()}
     tiles = {name: _tiles(rows[name], CHUNK, p.K) for name in ("q", "k", "gk")}
     tiles |= {name: _tiles(rows[name], CHUNK, CHUNK) for name in ("Aqk", "Akk")}
@@ -694,9 +738,10 @@ def run(
             scan_kernel, (columns // bv * p.HV * n,),
             *(mine[name] for name in ("q", "k", "v", "gk", "Aqk", "Akk", "do")),
             states[0], mine["v_new"], states[1], mine["dv"],
-            v_new, dv, gk, beta, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, unit, p.T, n,
-            H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_DHT=dht is not None, VARLEN=p.varlen,
-            FULL=not p.varlen and p.T % CHUNK == 0, CUT=few, EMIT=emit, GAIN=gain, num_warps=bv // 16,
+            v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, unit,
+            p.T, n, H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_DHT=dht is not None,
+            VARLEN=p.varlen, FULL=not p.varlen and p.T % CHUNK == 0, CUT=few, EMIT=emit, NORM=p.l2norm, GAIN=gain,
+            num_warps=bv // 16,
         )
 
     if few:
@@ -715,34 +760,28 @@ def run(
 SPANS = {"bwd.recompute..bwd.dhu": run}
 
 
-def _descriptor(kind, rows, columns):
-    bits = 32 if kind == "fp32" else 16
-    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
-    return f"tensordesc<{kind}[{rows}, {columns}],{layout}>"
-
-
 def _scan_job(CUT, EMIT, FULL, K=128, V=128, BV=128, half="bf16"):
     tiles = {"d_q": K, "d_k": K, "d_v": BV, "d_Aq": 64, "d_A": 64, "d_do": BV, "d_vn": BV, "d_dv": BV}
     types = {name: _descriptor(half, 64, columns) for name, columns in tiles.items()}
     types |= {"d_g": _descriptor("fp32", 64, K), "d_h": _descriptor(half, K, BV), "d_dh": _descriptor(half, K, BV)}
     types |= {"v_new": f"*{half}", "dv": f"*{half}", "unit": "fp32", "T": "i32", "N": "i32"}
-    types |= dict.fromkeys(("gk", "beta", "h0", "dht", "dh0"), "*fp32")
+    types |= dict.fromkeys(("gk", "beta", "q_rstd", "k_rstd", "h0", "dht", "dh0"), "*fp32")
     cuts, packed = {"segments": "*i64", "reach": "*i32", "parts": "*fp32"}, ("cu_seqlens", "chunk_offsets")
     shape = {"H": 16, "HV": 16, "K": K, "V": V, "BV": BV, "HAS_H0": True, "HAS_DHT": True, "VARLEN": not FULL}
-    shape |= {"FULL": FULL, "CUT": CUT, "EMIT": EMIT, "GAIN": 1.0 if half == "bf16" else 0.0625}
+    shape |= {"FULL": FULL, "CUT": CUT, "EMIT": EMIT, "NORM": True, "GAIN": 1.0 if half == "bf16" else 0.0625}
     types, shape = (types | cuts, shape) if CUT else (types, shape | dict.fromkeys(cuts))
     types, shape = (types, shape | dict.fromkeys(packed)) if FULL else (types | dict.fromkeys(packed, "*i64"), shape)
     return scan_kernel, types, shape, BV // 16, 1
 
 
 _RUN = dict.fromkeys(("T", "N", "SLOTS", "L", "P"), "i32") | {"chunk_offsets": "*i64", "reach": "*i32"}
-_KEYS = {"k": "*bf16", "gk": "*fp32", "beta": "*fp32", "cu_seqlens": "*i64", "segments": "*i64"}
+_KEYS = {"k": "*bf16", "k_rstd": "*fp32", "gk": "*fp32", "beta": "*fp32", "cu_seqlens": "*i64", "segments": "*i64"}
 
 
 def _cut_jobs(VARLEN):
     shape = {"HV": 16, "K": 128, "VARLEN": VARLEN}
     return [
-        (reach_kernel, _RUN | _KEYS, shape | {"H": 16, "ERASED": ERASED, "WALK": WALK}, 8, 3),
+        (reach_kernel, _RUN | _KEYS, shape | {"H": 16, "NORM": True, "ERASED": ERASED, "WALK": WALK}, 8, 3),
         (join_kernel, {n: _RUN[n] for n in _RUN if n != "N"} | {"parts": "*fp32"},
          shape | {"V": 128, "BV": 32, "MOST": 256}, 8, 3),
     ]

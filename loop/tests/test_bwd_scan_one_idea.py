@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernel_fun.kda.stages.k012_bwd_split  # noqa: F401  (before Gluon is replaced: what the idea takes from there)
 from kernel_fun._common.problem import KdaProblem
+from kernel_fun.kda.stages import k012_bwd_split  # before Gluon is replaced: what the idea takes from there
 from loop import inflight, interpreter, registry
 from loop.tests import gluon_as_torch
 from loop.tests.test_bwd_scan_idea import CASES as MANY
@@ -73,11 +73,18 @@ def problem(case):
     """(the problem on Hopper, its tensors, its description, what the stages make of them in fp64)."""
     p, tensors, meta = stage_inputs(**case)
     wide = {name: None if x is None else torch.nan_to_num(x.double()) for name, x in tensors.items()}
-    return replace(p, arch=(9, 0)), tensors, meta, definition(wide, p, meta["cu_seqlens"])
+    want = definition(wide, p, meta["cu_seqlens"])
+    return replace(p, arch=(9, 0), l2norm=p.dtype == torch.bfloat16), tensors, meta, want
 
 
 def launch(idea, p, tensors, meta, case, **kw):
-    return idea.run(**poisoned(tensors, case, p), p=p, **{name: on_device(x) for name, x in meta.items()}, **kw)
+    """q and k raw: where rows are normalised, by powers of two, so that the products are the stages' to the bit."""
+    given = poisoned(tensors, case, p)
+    for name in ("q", "k"):
+        x = given.pop(name)
+        rstd = 2.0 ** torch.randint(-4, 5, x.shape[:3], device=x.device) if p.l2norm else None
+        given |= {f"{name}_raw": x if rstd is None else (x / rstd[..., None]).to(x.dtype), f"{name}_rstd": rstd}
+    return idea.run(**given, p=p, **{name: on_device(x) for name, x in meta.items()}, **kw)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -248,15 +255,15 @@ PACKED_LENGTHS = ((1, 1024), (1, 4200), (1, 5000), (1, 15360), (2, 15360), (1, 2
 def test_packed_batches_of_any_length_compile_once(monkeypatch):
     idea = registry.load("017")
     seen = kinds_of_calls(monkeypatch, idea)
-    monkeypatch.setattr(idea, "zero_tail", lambda x, cu_seqlens: x)
+    monkeypatch.setattr(k012_bwd_split, "zero_tail", lambda x, cu_seqlens: x)
     plans = []
     for N, T in PACKED_LENGTHS:
         p = KdaProblem(1, T, 1, 4, 64, 64, N, -(-T // 64), scale=0.125, varlen=True, arch=(9, 0))
         assert idea.cut(p)
         plans.append(idea.segment_plan(p))
-        shapes = {"q": (1, 64), "k": (1, 64), "v": (4, 64), "do": (4, 64), "Akk": (4, 64), "Aqk": (4, 64)}
+        shapes = {"q_raw": (1, 64), "k_raw": (1, 64), "v": (4, 64), "do": (4, 64), "Akk": (4, 64), "Aqk": (4, 64)}
         tokens = {name: torch.empty(1, T, *shape, dtype=p.dtype) for name, shape in shapes.items()}
-        tokens |= {"gk": torch.empty(1, T, 4, 64), "beta": torch.empty(1, T, 4)}
+        tokens |= {"gk": torch.empty(1, T, 4, 64), "beta": torch.empty(1, T, 4), "q_rstd": None, "k_rstd": None}
         states = {name: torch.empty(N, 4, 64, 64) for name in ("h0", "dht")}
         tables = dict.fromkeys(("cu_seqlens", "chunk_indices", "chunk_offsets"), torch.empty(N + 1, dtype=torch.int64))
         idea.run(**tokens, **states, **tables, p=p, wanted=frozenset())
