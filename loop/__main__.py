@@ -157,6 +157,14 @@ def promote(idea: Idea):
 
 
 @app.command()
+def demote(idea: Idea):
+    """Take an idea's kernel out of the package again, or say what still needs it."""
+    from loop import demote as work
+
+    print(f"{work.demote(idea).name} is out of the package; now: ./ladder test, python -m loop.readme, a commit")
+
+
+@app.command()
 def drift():
     """What has moved since each promotion; exits 1 when anything has."""
     from loop import promote as work

@@ -125,7 +125,7 @@ def _chain(family: str):
 
 def _baseline(family: str) -> Arm:
     if not on_gpu():
-        run = plan_runner(family, lambda p: _chain(family).make_plan(p, base="reference", shipped=False))
+        run = plan_runner(family, functools.partial(_chain(family).make_plan, base="reference", shipped=False))
         return Arm(
             "000",
             family,
@@ -186,7 +186,7 @@ def _ship(family: str) -> Arm:
             return op(**tensors, **inputs.case.op_kwargs(), cu_seqlens=inputs["cu_seqlens"])
     else:
         interpreter.install()
-        run = plan_runner(family, lambda p: chain.make_plan(p, base="reference", shipped=True))
+        run = plan_runner(family, functools.partial(chain.make_plan, base="reference", shipped=True))
     what = "the package" if on_gpu() else "the package's kernels, interpreted, in the plain-torch chain"
     return Arm(
         "ship",
@@ -219,8 +219,8 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
                 return False, f"{idea}: {reason}"
         return True, ""
 
-    def plan_of(p, ideas=modules):
-        return chain.make_plan(p, ideas=ideas, base="fla" if on_gpu() else "reference", shipped=shipped)
+    def plan_of(p, grad=True, ideas=modules):
+        return chain.make_plan(p, ideas=ideas, base="fla" if on_gpu() else "reference", shipped=shipped, grad=grad)
 
     around = "the plain-torch chain, interpreted"
     if on_gpu():
@@ -236,7 +236,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         supports,
         lambda case: plan_of(case.problem(arch())).sources(),
         tuple(modules),
-        plan_runner(family, lambda p: plan_of(p, [held.held(module) for module in modules])),
+        plan_runner(family, lambda p, grad: plan_of(p, grad, [held.held(module) for module in modules])),
     )
 
 
@@ -253,20 +253,21 @@ def _each_takes_part(name: str, ideas: list[str], modules: list, stages) -> None
 
 
 def plan_runner(family: str, plan_of: Callable) -> Callable:
-    """A runner that builds one plan per problem and applies it to the op-level tensors, as the package's op does."""
+    """A runner that builds one plan per problem, and one for calls of it without gradients, and applies it to the
+    op-level tensors, as the package's op does. `plan_of(p, grad=...)` is the plan."""
     apply = importlib.import_module(f"kernel_fun.{family}.autograd").apply
     plan_of = functools.lru_cache(maxsize=64)(plan_of)
     as_they_are = ("x", "dy")  # any strides are part of the convolution's contract
 
     def run(inputs):
-        from kernel_fun._common import packed
+        from kernel_fun._common import dispatch, packed
 
         p = inputs.case.problem(arch())
         tensors = [t if t is None or n in as_they_are else t.contiguous() for n in TENSORS[family] for t in [inputs[n]]]
         cu = inputs["cu_seqlens"]
         tables = packed.describe(cu) if cu is not None else None
         return apply(
-            plan_of(p),
+            plan_of(p, grad=dispatch.needs_grad(*tensors)),
             p,
             *tensors,
             cu_seqlens=cu,

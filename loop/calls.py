@@ -1,6 +1,6 @@
 """One call of an arm in one mode, without arguments: what the timer, the profiler and the memory reading all run.
 
-fwd      the forward without gradients
+fwd      the forward without gradients, which keeps nothing for a backward
 bwd      `torch.autograd.grad` on the retained graph of a forward that ran beforehand
 fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
 """

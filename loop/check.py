@@ -3,10 +3,10 @@
 For a case and fresh random seeds, `check` runs the arm forward and backward with everything it allocates poisoned and
 every buffer between guard bands (`loop.poison`), and shows, in this order: nothing was written out of bounds, no
 input changed, the outputs have the contract's dtypes and shapes and are finite, the same inputs give the same bits
-whatever uninitialised memory holds, new values in the same buffers give new results and leave the old ones alone, the
-work waits for the caller's stream, and each output is as close to the fp64 oracle as its budget and fla's own error
-ask. On a tiny case it also holds each span of an idea against its stages in fp64, tensor by tensor: what one stage does
-wrong can be too little to show in the outputs."""
+whatever uninitialised memory holds, the forward is as good without gradients, new values in the same buffers give new
+results and leave the old ones alone, the work waits for the caller's stream, and each output is as close to the fp64
+oracle as its budget and fla's own error ask. On a tiny case it also holds each span of an idea against its stages in
+fp64, tensor by tensor: what one stage does wrong can be too little to show in the outputs."""
 
 import secrets
 import time
@@ -110,6 +110,8 @@ class _Session:
         self._check_finite(first)
         kept = {n: None if t is None else t.clone() for n, t in first.items()}
         self._check_repeats(kept)
+        if self.grad:
+            self._check_without_gradients(given, kept)
         self.values.add(given, kept)
         for seed in self.seeds[1:]:
             values = inputs.make(self.case, seed, self.device)
@@ -144,11 +146,11 @@ class _Session:
             if t is not None:
                 self.inputs[name].copy_(t)
 
-    def _execute(self, body=None, band=None) -> dict:
+    def _execute(self, body=None, band=None, grad=None) -> dict:
         """One call of the arm, poisoned; raises when it wrote past a buffer of its own or of the inputs."""
         self._sync()  # what an arm does on a stream of its own is `_check_stream`'s to show, not a race here
         with poison.Poison(body=body, band=band) as poisoned:
-            outputs = inputs.run(self.op, self.inputs, self.grad)
+            outputs = inputs.run(self.op, self.inputs, self.grad if grad is None else grad)
             self._sync()
         trespassed = poisoned.trespassed() + poison.trespassed(self.guards)
         if trespassed:
@@ -168,8 +170,8 @@ class _Session:
         self.proofs["inputs"] = "unmodified"
 
     def _check_contract(self, outputs):
-        for name, want in self.expected.items():
-            got = outputs[name]
+        for name, got in outputs.items():
+            want = self.expected[name]
             if (got is not None) != want.present:
                 raise Rejected(
                     Status.WRONG_DTYPE,
@@ -245,6 +247,14 @@ class _Session:
                 raise Rejected(Status.OUT_OF_BOUNDS, f"{different} depends on what lies past a buffer")
             raise Rejected(Status.NONDETERMINISTIC, text)
         self.proofs["repeats"] = f"{runs} runs equal to the bit"
+
+    def _check_without_gradients(self, values, kept):
+        """A forward without gradients may run other kernels; it is what `fwd` times."""
+        alone = self._execute(grad=False)
+        self._check_inputs(values)
+        self._check_contract(alone)
+        same = not self._differs(alone, kept)
+        self.proofs["no_grad"] = "the same bits" if same else self.values.without_gradients(values, alone)
 
     @staticmethod
     def _differs(a, b) -> str | None:

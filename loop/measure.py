@@ -71,6 +71,17 @@ class Measured:
             raise Rejected(Status.WRONG_VALUE, "; ".join(map(str, wrong[:3])), found)
         return found
 
+    def without_gradients(self, values: inputs.Inputs, outputs: dict) -> str:
+        """What there is to say of a forward that has other bits when no gradient is asked for. Rejected when a result
+        is then beyond its limit."""
+        alone = Measured(self.case, tuple(outputs), self.baseline, grad=False)
+        alone.add(values, outputs)
+        try:
+            found = alone.errors()
+        except Rejected as no:
+            raise Rejected(no.status, f"without gradients: {no.message}", no.errors) from None
+        return "other bits, within their limits: " + ", ".join(f"{n} {e.rel_rms:.2e}" for n, e in found.items())
+
     def proofs(self, errors: dict) -> dict[str, str]:
         shown = {"values": f"{len(errors)} outputs within their limits over {self.seeds} seeds"}
         if self.part is not None:

@@ -190,7 +190,7 @@ def promote(idea_id: str, found: list[rows.Row] | None = None) -> dict:
     others = [s._asdict() for s in shipped(idea.family) if s.idea != idea.name]
     replace(folder / "stages" / f"{entry['module']}.py", source)
     replace(folder / "_provenance.py", provenance([entry, *others]).encode())
-    _set_status(idea, "promoted")
+    set_status(idea, "promoted")
     return entry
 
 
@@ -218,7 +218,7 @@ def _literal(value) -> str:
     return json.dumps(value)
 
 
-def _set_status(idea: registry.Idea, status: str) -> None:
+def set_status(idea: registry.Idea, status: str) -> None:
     path = idea.folder / "IDEA.md"
     text = path.read_text(encoding="utf-8")
     replace(path, re.sub(r"^status:.*$", f"status: {status}", text, count=1, flags=re.MULTILINE).encode())

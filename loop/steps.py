@@ -31,7 +31,7 @@ def times(family: str, case, given, *, ideas: Iterable = (), shipped: bool = Fal
         side: tuple(dataclasses.replace(s, fn=_marked(s)) for s in getattr(plan, side))
         for side in ("forward", "backward")
     }
-    run = arms.plan_runner(family, lambda p: dataclasses.replace(plan, **marked))
+    run = arms.plan_runner(family, lambda p, grad: dataclasses.replace(plan, **marked))
     call = calls.make(dataclasses.replace(arms.make(family, "000"), run=run), given, "fwdbwd")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if arms.on_gpu():

@@ -5,7 +5,8 @@ Delta: fla forms gk with an autotuned kernel of its own, whose steps are not flo
     forward's gate and cumsum alone, program = chunk, value head and 64 columns; the tensor cores do the running sum.
 Why it should be faster: it need not be on the device, where fla is at 89 % of the copy rate with the same bytes (768 a
     token and head); but a launch costs 0.1 ms less of the host's time, and small calls wait for the host (IDEA.md).
-Constraints: a raw gate (softplus or safe); K a multiple of 64; short calls. Any T, packed sequences.
+Constraints: sm_90 or later; K = 64 or 128; fp16 or bf16 q, k, v; a raw gate (softplus or safe); short calls. Any T,
+    packed sequences.
 """
 
 import torch
@@ -72,11 +73,16 @@ def regate_kernel(
 
 
 def supports(p):
-    """Gates that are activated in the kernel: a precomputed one is kept by the forward."""
+    """Gates that are activated in the kernel (a precomputed one is kept by the forward), where other kernels of this
+    package run as well: alone this one is not worth leaving fla's operator for."""
+    if p.arch[0] < 9 and p.arch != (0, 0):
+        return False, f"needs compute capability 9.0 or later, got {p.arch[0]}.{p.arch[1]}"
+    if p.K not in (64, 128):
+        return False, f"needs K=64 or 128, got {p.K}"
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        return False, f"needs bf16 or fp16 q, k, v, got {p.dtype}"
     if p.gate not in ("softplus", "safe"):
         return False, f"needs a raw gate (softplus or safe), got {p.gate}"
-    if p.K % BK:
-        return False, f"needs K a multiple of {BK}, got {p.K}"
     if p.NT * p.HV > MOST:
         return False, f"needs at most {MOST} chunks times heads (of more, fla's kernel is faster), got {p.NT * p.HV}"
     return True, ""

@@ -213,6 +213,36 @@ def test_launches_are_empty_on_a_cpu():
     assert arms.witness(types.SimpleNamespace(), None, "fwd") == {}
 
 
+NORM = (
+    GOOD_KERNEL[: GOOD_KERNEL.index("def run")]
+    + """
+ASKED = []
+
+
+def run(*, q_raw, k_raw, p, wanted=frozenset()):
+    ASKED.append(wanted)
+    rstd = [(x.float().square().sum(-1) + 1e-6).rsqrt() if p.l2norm else None for x in (q_raw, k_raw)]
+    made = [x if r is None else (x * r[..., None]).to(x.dtype) for x, r in zip((q_raw, k_raw), rstd)]
+    return dict(zip(("q", "k", "q_rstd", "k_rstd"), made + rstd))
+
+
+SPANS = {"fwd.norm": run}
+"""
+)
+
+
+def test_a_forward_without_gradients_asks_for_less(add_idea):
+    """As the package's own op: what the arm's chain would keep for a backward, no step is asked for."""
+    add_idea(source=NORM)
+    arm, given = arms.make("kda", "005"), inputs.make(CASE, 0, "cpu")
+    for op in (arm.op, arm.held_op):
+        given["q"].requires_grad_()
+        op(given, True)
+        op(given, False)
+    asked = arm.modules[0].ASKED
+    assert asked == 2 * [{"q", "k", "q_rstd", "k_rstd"}, {"q", "k"}]
+
+
 GATE = (
     GOOD_KERNEL[: GOOD_KERNEL.index("def run")]
     + """

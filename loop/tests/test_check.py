@@ -79,6 +79,20 @@ def test_a_forward_alone():
     assert set(result.errors) == {"o"}
 
 
+def test_the_forward_without_gradients_is_held_to_the_same_limits(passed):
+    def elsewhere(size):
+        return lambda o, ht: (o if torch.is_grad_enabled() else (1 + size) * o, ht)
+
+    assert passed.proofs["no_grad"] == "the same bits"
+    near = status(elsewhere(2e-3))
+    assert near.ok
+    assert near.proofs["no_grad"].startswith("other bits, within their limits: o ")
+    far = status(elsewhere(0.1))
+    assert far.status is Status.WRONG_VALUE
+    assert far.message.startswith("without gradients: o ")
+    assert status(lambda o, ht: (o if torch.is_grad_enabled() else o.float(), ht)).status is Status.WRONG_DTYPE
+
+
 def test_wrong_families_and_cases_are_refused_in_one_line():
     with pytest.raises(CheckError, match="arm control:honest is of family kda, case tiny of cconv"):
         gate(controls.honest("kda"), CONV)

@@ -12,8 +12,8 @@ from loop import registry, rows
 from loop.tests.test_rows import make_row
 
 COMMANDS = [
-    "new", "open", "ideas", "check", "bench", "firstcall", "span", "profile", "stages", "board", "promote", "drift",
-    "run", "nightly", "demo", "test",
+    "new", "open", "ideas", "check", "bench", "firstcall", "span", "profile", "stages", "board", "promote", "demote",
+    "drift", "run", "nightly", "demo", "test",
 ]  # fmt: skip
 
 

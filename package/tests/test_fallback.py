@@ -213,7 +213,7 @@ class Chain:
     def shipped_for(self, p):
         return self.steps, self.reasons
 
-    def make_plan(self, p, base="fla", shipped=True):
+    def make_plan(self, p, base="fla", shipped=True, grad=True):
         self.made += 1
         return Plan(base)
 
@@ -254,24 +254,24 @@ class Source:
 
 def test_a_problem_without_kernels_goes_to_fla_with_every_kernels_reason():
     chain = Chain(reasons=["k002_b: needs K=128, got 96", "k001_a: needs V=128, got 80"])
-    found = dispatch.route("kda", chain, Problem(), Elsewhere)
+    found = dispatch.route("kda", chain, Problem(), Elsewhere, True)
     assert found.reason == "k002_b: needs K=128, got 96; k001_a: needs V=128, got 80"
     assert chain.made == 0
-    empty = dispatch.route("kda", Chain(), Problem("other"), Elsewhere)
+    empty = dispatch.route("kda", Chain(), Problem("other"), Elsewhere, True)
     assert empty.reason == "this build ships no kernel for this operator"
 
 
 def test_a_problem_with_kernels_is_planned_once_and_named():
     chain = Chain(steps=[Source])
-    found = dispatch.route("kda", chain, Problem(), Elsewhere)
+    found = dispatch.route("kda", chain, Problem(), Elsewhere, True)
     assert (found.reason, found.what) == ("", "k001_mine")
-    assert dispatch.route("kda", chain, Problem(), Elsewhere) is found
+    assert dispatch.route("kda", chain, Problem(), Elsewhere, True) is found
     assert chain.made == 1
 
 
 def test_a_cold_shape_declines_capture_and_a_warm_one_does_not(monkeypatch):
     monkeypatch.setattr(support, "capturing", lambda x: True)
-    found = dispatch.route("kda", Chain(steps=[Source]), Problem(), Elsewhere)
+    found = dispatch.route("kda", Chain(steps=[Source]), Problem(), Elsewhere, True)
     assert found.capture_reason(Elsewhere, True) == "CUDA graph capture of a call whose fwd and bwd has not run yet"
     assert "fwd has" in found.capture_reason(Elsewhere, False)
     found.run_forward({}, {})
@@ -308,7 +308,7 @@ def test_packed_calls_decline_capture(monkeypatch, fla_kda):
 def test_routes_are_bounded(monkeypatch):
     monkeypatch.setattr(dispatch, "_MAX_ROUTES", 3)
     for n in range(10):
-        dispatch.route("kda", Chain(), Problem(n), Elsewhere)
+        dispatch.route("kda", Chain(), Problem(n), Elsewhere, True)
         assert len(dispatch._routes) <= 3
 
 

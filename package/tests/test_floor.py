@@ -13,7 +13,7 @@ def problems(monkeypatch):
     """Routes as on a GPU whose kernels serve every problem; the problems that were asked for."""
     asked = []
 
-    def route(family, chain, p, x):
+    def route(family, chain, p, x, grad):
         asked.append(p)
         return dispatch.Route(what="k001_mine")
 

@@ -20,13 +20,13 @@ class Kernel:
     arg_names = ("x", "y", "n", "scale", "K", "FULL")
 
     def __init__(self):
-        self.compiled, self.launched = [], []
+        self.compiled, self.launched, self.hooked = [], [], False
 
     def __getitem__(self, grid):
         def run(*args, **constants):
             self.compiled.append(constants)
             self.launched.append((grid, args))
-            return Compiled(self)
+            return None if self.hooked else Compiled(self)
 
         return run
 
@@ -42,6 +42,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "JITFunction", Kernel)
+    monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
@@ -90,6 +91,19 @@ def test_another_device_or_kernel_is_another_kind(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     call(kernel, x)
     assert (len(kernel.compiled), len(other.compiled)) == (2, 1)
+
+
+def test_what_a_hook_took_over_is_launched_in_the_ordinary_way(kernel):
+    kernel.hooked = True
+    for _ in range(2):
+        call(kernel, torch.zeros(64))
+    assert len(kernel.compiled) == 2
+    assert not module._compiled
+    kernel.hooked = False
+    for _ in range(2):
+        call(kernel, torch.zeros(64))
+    assert len(kernel.compiled) == 3
+    assert len(kernel.launched) == 4
 
 
 def test_an_interpreted_kernel_is_called_as_it_is(monkeypatch):

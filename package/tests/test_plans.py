@@ -72,3 +72,16 @@ def test_every_plan_is_whole_and_keeps_no_more_than_flas(shape, in_cute):
             for i, step in enumerate(steps):
                 later = kept.union(*(s.reads for s in steps[i + 1 :]))
                 assert later.intersection(step.writes), (p, step.source)
+
+
+@pytest.mark.parametrize("arch", [(9, 0), (10, 0), (12, 0)])
+def test_the_gate_made_again_is_never_all_that_runs(arch):
+    """One of fla's stages less is no reason to leave fla's operator."""
+    for K, V, dtype, gate in itertools.product(
+        (64, 96, 128, 192, 256), (64, 80), (torch.bfloat16, torch.float16, torch.float32), ("softplus", "safe")
+    ):
+        p = KdaProblem(1, 256, 4, 4, K, V, 1, 4, dtype=dtype, g_dtype=dtype, gate=gate, has_A_log=True, arch=arch,
+                       lower_bound=-5.0 if gate == "safe" else None)  # fmt: skip
+        ours = {s for s in chain.make_plan(p).sources() if not s.startswith("fla:")}
+        assert ours != {"k016_bwd_regate"}, p
+        assert bool(ours) is (K in (64, 128) and dtype != torch.float32), p

@@ -217,17 +217,17 @@ def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
     class Elsewhere:
         is_cpu, is_cuda, device = False, True, types.SimpleNamespace(index=0)
 
-    assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere).what == "k001_x"
+    assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere, True).what == "k001_x"
     monkeypatch.setattr(promoted, "modules", lambda package: (("k002_y", None, "no CuTe DSL"), ("k001_x", module, "")))
     dispatch._routes.clear()
-    found = dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere)
+    found = dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere, True)
     assert (found.what, found.missing) == ("k001_x", ("k002_y: no CuTe DSL",))
     for _ in range(2):
         support.engaged("kda", found.what, found.missing)
     assert lines()[2:] == [("WARNING", "kernel-fun kda: runs without k002_y: no CuTe DSL")]
     monkeypatch.setattr(promoted, "modules", lambda package: (("k001_x", module, ""),))
     small = KdaProblem(B=1, T=64, H=1, HV=1, K=96, V=128, N=1, NT=1, arch=(9, 0))
-    assert dispatch.route("kda", chain, small, Elsewhere).reason == "k001_x: needs K=128, got 96"
+    assert dispatch.route("kda", chain, small, Elsewhere, True).reason == "k001_x: needs K=128, got 96"
 
 
 @pytest.mark.parametrize("gate", ["log", "softplus", "safe"])

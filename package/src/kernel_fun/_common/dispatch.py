@@ -1,4 +1,4 @@
-"""Routes: what a problem runs on a device, decided once and kept.
+"""Routes: what a problem runs on a device, with gradients or without, decided once and kept.
 
 A call builds its problem, asks for the route, and either applies the route's plan or goes to fla with the route's
 reason.
@@ -41,11 +41,14 @@ class Route:
         self.warm.add("bwd")
         return env
 
-    def capture_reason(self, x: torch.Tensor, needs_grad: bool) -> str:
-        """Why this call must not run here under CUDA graph capture, or "": the first run of a pass compiles kernels."""
+    def capture_reason(self, x: torch.Tensor, grad: bool, forward: bool = True) -> str:
+        """Why this call must not run here under CUDA graph capture, or "": the first run of a pass compiles kernels.
+
+        grad: its backward will run; forward: so will its forward.
+        """
         if not support.capturing(x):
             return ""
-        cold = [name for name in (("fwd", "bwd") if needs_grad else ("fwd",)) if name not in self.warm]
+        cold = [name for name in ("fwd",) * forward + ("bwd",) * grad if name not in self.warm]
         return f"CUDA graph capture of a call whose {' and '.join(cold)} has not run yet" if cold else ""
 
 
@@ -64,38 +67,44 @@ class ReferenceRoute(Route):
             return super().run_backward(env, meta)
 
 
-def route(family: str, chain, p, x: torch.Tensor) -> Route:
-    """The route of problem `p` on the device of `x`. `chain` is the family's chain module."""
-    key = (p, x.device.index)
+def route(family: str, chain, p, x: torch.Tensor, grad: bool) -> Route:
+    """The route of problem `p` on the device of `x`. `chain` is the family's chain module.
+
+    Without `grad` it is the forward's alone, and kernels leave out what only a backward reads.
+    """
+    key = (p, x.device.index, grad)
     found = _routes.get(key)
     if found is None:
         if p.B * p.T == 0:
-            found = _reference(chain, p, "plain torch, for a call without tokens")
+            found = _reference(chain, p, grad, "plain torch, for a call without tokens")
         elif x.is_cpu:
-            found = _reference(chain, p, "plain torch on CPU tensors")
+            found = _reference(chain, p, grad, "plain torch on CPU tensors")
         else:
-            found = _kernels(family, chain, p)
+            found = _kernels(family, chain, p, grad)
         if len(_routes) >= _MAX_ROUTES:
             _routes.clear()
         _routes[key] = found
     return found
 
 
-def _reference(chain, p, what: str) -> Route:
-    return ReferenceRoute(chain.make_plan(p, base="reference", shipped=False), what=what)
+def _reference(chain, p, grad: bool, what: str) -> Route:
+    return ReferenceRoute(chain.make_plan(p, base="reference", shipped=False, grad=grad), what=what)
 
 
-def _kernels(family: str, chain, p) -> Route:
+def _kernels(family: str, chain, p, grad: bool) -> Route:
     reason = compat.reason(family)
     if reason:
         return Route(reason=reason)
     steps, reasons = chain.shipped_for(p)
     if not steps:
         return Route(reason="; ".join(reasons) or "this build ships no kernel for this operator")
-    plan = chain.make_plan(p)
+    plan = chain.make_plan(p, grad=grad)
     mine = {step.source for step in steps}
-    what = ", ".join(dict.fromkeys(s for s in plan.sources() if s in mine))
-    return Route(plan, what=what, missing=promoted.missing(f"kernel_fun.{family}"))
+    running = tuple(dict.fromkeys(s for s in plan.sources() if s in mine))
+    if not running:
+        idle = [f"{source}: serves the backward alone" for source in sorted(mine, reverse=True)]
+        return Route(reason="; ".join([*idle, *reasons]))
+    return Route(plan, what=", ".join(running), missing=promoted.missing(f"kernel_fun.{family}"))
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

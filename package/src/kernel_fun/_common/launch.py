@@ -6,6 +6,7 @@ arguments; afterwards the compiled kernel, which Triton hands back, is called as
 """
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 _compiled: dict = {}  # kind of call -> (the kernel, so that its id stays its own; compiled; constexpr values in order)
@@ -25,8 +26,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)
-        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = kernel, compiled, rest
+        if isinstance(compiled, CompiledKernel):  # a hook of Triton's can take the launch over, and then this is None
+            rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            _compiled[key] = kernel, compiled, rest
         return
     _, compiled, rest = found
     compiled[(*grid, 1, 1)[:3]](*args, *rest)

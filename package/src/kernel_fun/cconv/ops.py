@@ -108,10 +108,10 @@ def is_supported(
     return explain(locals())
 
 
-def explain(arguments: dict) -> tuple[bool, str]:
-    """`is_supported` on the arguments as a dict, `kwargs` included."""
+def explain(arguments: dict, backward: bool = False) -> tuple[bool, str]:
+    """`is_supported` on the arguments as a dict, `kwargs` included; `backward`: see `decide`."""
     try:
-        call = decide(arguments)
+        call = decide(arguments, backward)
     except (TypeError, ValueError) as error:
         return False, f"{type(error).__name__}: {error}"
     return (False, call) if isinstance(call, str) else (True, call.route.what)
@@ -126,9 +126,11 @@ def _fla(a: dict, reason: str):
         return fla_causal_conv1d(x=a["x"], **given, **a["kwargs"])
 
 
-def decide(a: dict) -> Call | str:
+def decide(a: dict, backward: bool = False) -> Call | str:
     """The call to run here, or the reason to go to fla. Raises TypeError or ValueError for what is wrong on either
     path.
+
+    backward: the caller runs the backward alone; otherwise the tensors say whether one follows the forward.
     """
     x, cu_seqlens = a["x"], a["cu_seqlens"]
     reason = support.disabled("cconv")
@@ -146,8 +148,9 @@ def decide(a: dict) -> Call | str:
         if isinstance(pack, str):
             return pack
     p, tensors = _describe(a, pack)
-    found = route("cconv", chain, p, x)
-    reason = found.reason or found.capture_reason(x, needs_grad(*tensors))
+    grad = backward or needs_grad(*tensors)
+    found = route("cconv", chain, p, x, grad)
+    reason = found.reason or found.capture_reason(x, grad, forward=not backward)
     if reason:
         return reason
     x, weight, bias, residual, h0 = tensors
@@ -285,8 +288,10 @@ def warmup(
         ok, what = is_supported(**call, **options)
         if not ok or call["x"].is_cpu:
             raise RuntimeError(f"warmup compiled nothing: {what}")
-        outputs = [t for t in causal_conv1d(**call, **options) if t is not None]
+        with torch.no_grad():  # a route of its own, without a backward
+            causal_conv1d(**call, **options)
         if backward:
+            outputs = [t for t in causal_conv1d(**call, **options) if t is not None]
             leaves = [t for t in call.values() if t is not None]
             torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
     if torch.device(device).type == "cuda":

@@ -1,8 +1,8 @@
 """The convolution's passes as fla dispatches them, `causal_conv1d_fwd` and `causal_conv1d_bwd`, and their verifiers.
 
-fla's own autograd Function calls these, one pass at a time; each asks for the route that the whole operator would
-take. Signatures are fla's. `chunk_indices` and `chunk_size` describe fla's own chunk table, `layout_fallback` another
-backend's limit: none of them changes a result.
+fla's own autograd Function calls these, one pass at a time and without gradients; each asks for the route that the
+whole operator would take, `backward` for the one that has a backward. Signatures are fla's. `chunk_indices` and
+`chunk_size` describe fla's own chunk table, `layout_fallback` another backend's limit: none of them changes a result.
 """
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,8 @@ def backward_supported(
 ) -> tuple[bool, str]:
     """Will `backward` take this call? (True, the kernels) or (False, the reason)."""
     return ops.explain(
-        _arguments(x, weight, bias, residual, initial_state, dht is not None, activation, cu_seqlens, cu_seqlens_cpu)
+        _arguments(x, weight, bias, residual, initial_state, dht is not None, activation, cu_seqlens, cu_seqlens_cpu),
+        backward=True,
     )
 
 
@@ -60,7 +61,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """(dx in x's shape, dw, db, dresidual, dh0); None for what was not given."""
     call = ops.decide(
-        _arguments(x, weight, bias, residual, initial_state, dht is not None, activation, cu_seqlens, cu_seqlens_cpu)
+        _arguments(x, weight, bias, residual, initial_state, dht is not None, activation, cu_seqlens, cu_seqlens_cpu),
+        backward=True,
     )
     p, T = call.p, x.shape[1]
     env = dict(zip(ops.chain.INPUTS, ops.prepared(call), strict=True))

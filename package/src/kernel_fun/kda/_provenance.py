@@ -23,8 +23,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "bwd.regate",
         ),
         source="ideas/016-bwd-regate/kernel.py",
-        sha256="5c97a025084fd9c812b59dd67edc056b1e137bd40d4d431991112aa5751eeaef",
-        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
+        sha256="dda63657f7e668110dda38e058ccea2a523aea4ba26cc657c03cd32c810697f9",
+        commit="bc0ab75703fdebcd697d2923e43375e2c7696c02",
         rows=(
             "d8b8ed0156a00dc4",
         ),

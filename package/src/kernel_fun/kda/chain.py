@@ -59,14 +59,14 @@ def base_steps(p: KdaProblem, base: str) -> list:
     return promoted.base_steps(__package__, base, p, STAGES, OUTPUTS)
 
 
-def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True) -> Plan:
+def make_plan(p: KdaProblem, ideas=(), base: str = "fla", shipped: bool = True, grad: bool = True) -> Plan:
     """Cover the chain for `p`: the `ideas` modules first, then the promoted kernels, then `base`'s stages.
 
     `ideas` are kernel modules (FAMILY, SPANS, supports); one that does not support `p` raises NotImplementedError with
-    its reason.
+    its reason. Without `grad` the plan is the forward's alone: nothing is kept for a backward, nor asked of a step.
     """
     preferred = promoted.required_steps(ideas, p, STAGES, OUTPUTS)
     if shipped:
         preferred += shipped_for(p)[0]
     steps = cover(STAGES, preferred, base_steps(p, base))
-    return build(steps, INPUTS, FWD_OUTPUTS, BWD_INPUTS, BWD_OUTPUTS)
+    return build(steps, INPUTS, FWD_OUTPUTS, BWD_INPUTS if grad else (), BWD_OUTPUTS if grad else ())

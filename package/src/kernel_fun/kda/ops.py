@@ -184,9 +184,10 @@ def decide(a: dict) -> Call | str:
         if isinstance(pack, str):
             return pack
     p, tensors = checks.describe(a, pack, state_v_first)
-    found = route("kda", chain, p, q)
+    grad = needs_grad(*tensors)
+    found = route("kda", chain, p, q, grad)
     reason = found.reason or ("" if found.on_torch else support.below_floor(p.scan_ctas))
-    reason = reason or found.capture_reason(q, needs_grad(*tensors))
+    reason = reason or found.capture_reason(q, grad)
     if reason:
         return reason
     T = q.shape[1]

@@ -29,10 +29,10 @@ def warmup(
     """Compile, before the first training step, every kernel that one configuration of `chunk_kda` launches; returns
     the seconds it took.
 
-    Runs a forward and (with `backward`) a backward on made-up inputs of the given shape: give the run's own B and T,
-    on which it depends which kernels run, and `lengths` (of the packed sequences, B = 1) for a packed call. g_dtype
-    None means fp32, or `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own (use_gate_in_kernel=True,
-    lower_bound=-5.0, ...); A_log and dt_bias are made up. Leaves torch's random state alone.
+    Runs a forward without gradients and (with `backward`) a forward and a backward on made-up inputs of the given
+    shape: give the run's own B and T, on which it depends which kernels run, and `lengths` (of the packed sequences,
+    B = 1) for a packed call. g_dtype None means fp32, or `dtype` with use_gate_in_kernel. `flags` are chunk_kda's own
+    (use_gate_in_kernel=True, lower_bound=-5.0, ...); A_log and dt_bias are made up. Leaves torch's random state alone.
 
     Raises RuntimeError with the reason when there is no such device or such a call would go to fla,
     KERNEL_FUN_KDA_MIN_CTAS included: nothing would have been compiled, and step 1 would pay for it.
@@ -70,8 +70,10 @@ def warmup(
     ok, what = is_supported(**call, **flags)
     if not ok or call["q"].is_cpu:
         raise RuntimeError(f"warmup compiled nothing: {what}")
-    o, ht = chunk_kda(**call, **flags)
+    with torch.no_grad():  # keeps nothing for a backward, which is compiled apart from a forward that does
+        o, ht = chunk_kda(**call, **flags)
     if backward:
+        o, ht = chunk_kda(**call, **flags)
         leaves = [x for x in call.values() if x.requires_grad]
         # a backward with a gradient of the final state is compiled apart from one without
         for outputs in ((o,),) if ht is None else ((o, ht), (o,)):
