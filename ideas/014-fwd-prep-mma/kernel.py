@@ -377,7 +377,7 @@ def _kernel(
             t.rk.append(rstd[1])
             t.rq.append(rstd[0] * scale)
             t.qk.append(qk * t.rq[i] * rstd[1])
-            if const_expr(cfg.units):
+            if const_expr(cfg.norms):
                 for base, value in ((oQr, rstd[0]), (oKr, rstd[1])):
                     place = base.iterator.toint() + qhead * 4 + Int64(t.rows[i] * (H * 4))
                     blocks.store("f32", place, 0, [value], t.live[i] * Int32(t.lc == 0) * t.first_head)
@@ -394,10 +394,11 @@ def _kernel(
 
 
 class _Config:
-    """What the kernel is specialised for. tiles: the scan's operands are wanted; units: normalised q, k and norms."""
+    """What the kernel is specialised for. Wanted are, if tiles: the scan's operands; units: normalised q, k; norms:
+    q_rstd, k_rstd."""
 
     def __init__(self, *key):
-        names = "H HV varlen full gate l2norm beta_sigmoid has_A has_bias g_bytes tiles gk units beta_out"
+        names = "H HV varlen full gate l2norm beta_sigmoid has_A has_bias g_bytes tiles gk units norms beta_out"
         self.__dict__.update(zip(names.split(), key, strict=True))
         self.floor = 32.0 if self.gk else 31.5  # 8 steps of 31.5 leave 2^-126 from their middle on, a normal number
         self.smem = 3 * TILE + EXTRA + 2 * TABLE + 4 * FACTORS + K * 4
@@ -466,9 +467,10 @@ def _prepare(q_raw, k_raw, g_raw, A_log, dt_bias, beta_raw, p, cu_seqlens, chunk
     """Aqk, Akk and what is wanted of q, k, q_rstd, k_rstd, beta, gk; the scan's operands and vectors, if `tiles`."""
     new, f32 = q_raw.new_empty, {"dtype": torch.float32}
     made = {"Aqk": new((p.B, p.T, p.HV, 64)), "Akk": new((p.B, p.T, p.HV, 64))}
-    units = p.l2norm and not wanted.isdisjoint(("q", "k", "q_rstd", "k_rstd"))
+    units, norms = (p.l2norm and not wanted.isdisjoint(pair) for pair in (("q", "k"), ("q_rstd", "k_rstd")))
     if units:
         made |= {"q": new(q_raw.shape), "k": new(k_raw.shape)}
+    if norms:
         made |= {"q_rstd": new(q_raw.shape[:3], **f32), "k_rstd": new(k_raw.shape[:3], **f32)}
     beta_out = p.beta_sigmoid and "beta" in wanted
     if beta_out:
@@ -477,7 +479,7 @@ def _prepare(q_raw, k_raw, g_raw, A_log, dt_bias, beta_raw, p, cu_seqlens, chunk
         made["gk"] = new(g_raw.shape, **f32)
     operands, vec = handover(p, q_raw) if tiles else (None, None)
     key = (p.H, p.HV, p.varlen, not p.varlen and p.T % 64 == 0, p.gate, p.l2norm, p.beta_sigmoid, A_log is not None,
-           dt_bias is not None, p.g_dtype.itemsize, tiles, "gk" in made, units, beta_out)
+           dt_bias is not None, p.g_dtype.itemsize, tiles, "gk" in made, units, norms, beta_out)
     bias = None if dt_bias is None else dt_bias.float()
     given = (q_raw, k_raw, g_raw, A_log, bias, beta_raw, operands, vec)
     given += tuple(made.get(n) for n in ("Aqk", "Akk", "q", "k", "gk", "q_rstd", "k_rstd", "beta"))

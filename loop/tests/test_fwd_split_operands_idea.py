@@ -154,10 +154,11 @@ def test_everything_written_matches_fp64(case):
     compare(whole(p, x, meta), want, p, WHOLE[case].get("cu"))
 
 
-def test_writes_what_is_wanted():
+@pytest.mark.parametrize("wanted", [(), ("q_rstd", "k_rstd"), ("q", "k")])
+def test_writes_what_is_wanted(wanted):
     p, x, meta, want = made(SHAPE | RAW)
-    got = whole(p, x, meta, wanted=frozenset())
-    assert set(got) == {"o", "ht", "Aqk", "Akk"}
+    got = whole(p, x, meta, wanted=frozenset(wanted))
+    assert set(got) == {"o", "ht", "Aqk", "Akk", *wanted}
     compare(got, {n: want[n] for n in got}, p, None)
 
 

@@ -57,7 +57,7 @@ SHIPPED: tuple[Shipped, ...] = (
             "fwd.norm..fwd.out",
         ),
         source="ideas/014-fwd-prep-mma/kernel.py",
-        sha256="eb7c2401c5daaf5b18a70d81cde18e5e319522d1538826eca1cdbc8a4b71df5a",
+        sha256="2ec2a8650881644d036a8790c10e5f5824ff3c2d25e0c98259703c22a944a91a",
         commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
             "c7c22968c1c12f42",
@@ -79,7 +79,7 @@ SHIPPED: tuple[Shipped, ...] = (
             "fwd.norm..fwd.out",
         ),
         source="ideas/013-fwd-operands/kernel.py",
-        sha256="861147cc9de18c4a5dd32ea0920b1131d76610345c2911fc166813a74d0a7e9f",
+        sha256="cf24d34a55351ab9883a313bc1673727621122d4efdcb3c20463c0baf97988bb",
         commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
             "5adbccc42b682189",
@@ -169,7 +169,7 @@ SHIPPED: tuple[Shipped, ...] = (
             "fwd.norm..fwd.intra",
         ),
         source="ideas/004-fwd-prep/kernel.py",
-        sha256="d6efb520c3ff14b96dd9621b4360596d01699a7c60a32606eb7c2b85b416f413",
+        sha256="ec9709c3840f1daed23e3d5f5973cc7730653f8a8529a97421ba0b4dc6f8a11d",
         commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
             "385e1aa02e24325f",
