@@ -70,7 +70,6 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _packed,
     _quads,
     _raw_gate,
-    _sources,
     _Sums,
     _times,
     _turned,
@@ -274,21 +273,21 @@ def value_kernel(
 # ============================================================================================== a group's key gradients
 @triton.jit
 def _group(partial, x, rstd, out, o_r, live, G: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
-    """Partials [rows,G,K] summed over G, and taken through the norm where there is one; 0 where not live."""
+    """Partials [rows,G,K] summed over G, and taken through the norm of x where there is one; 0 where not live."""
     o_k = tl.arange(0, K)[None, :]
     b_d = tl.zeros([o_r.shape[0], K], tl.float32)
     for j in tl.static_range(G):
         b_d += tl.load(partial + (o_r * G + j)[:, None] * K + o_k, mask=live[:, None], other=0.0).to(tl.float32)
     if NORM:
-        b_x = tl.load(x + o_r[:, None] * K + o_k, mask=live[:, None], other=0.0).to(tl.float32)
-        b_rstd = tl.load(rstd + o_r, mask=live, other=0.0)
-        b_d = b_rstd[:, None] * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
+        b_rstd = tl.load(rstd + o_r, mask=live, other=0.0)[:, None]
+        b_x = tl.load(x + o_r[:, None] * K + o_k, mask=live[:, None], other=0.0).to(tl.float32) * b_rstd
+        b_d = b_rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
     return b_d.to(out.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["N", "rows"])
 def group_kernel(
-    dq_heads, dk_heads, q, k, q_rstd, k_rstd, dq, dk, cu_seqlens, N, rows, H: tl.constexpr, G: tl.constexpr,
+    dq_heads, dk_heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens, N, rows, H: tl.constexpr, G: tl.constexpr,
     K: tl.constexpr, NORM: tl.constexpr, IS_VARLEN: tl.constexpr, BR: tl.constexpr,
 ):
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -296,9 +295,9 @@ def group_kernel(
     if IS_VARLEN:  # tokens after the last sequence belong to none
         live = o_r < tl.load(cu_seqlens + N).to(tl.int64) * H
     if tl.program_id(1) == 0:
-        tl.store(dq + o_o, _group(dq_heads, q, q_rstd, dq, o_r, live, G, K, NORM), mask=here[:, None])
+        tl.store(dq + o_o, _group(dq_heads, q_raw, q_rstd, dq, o_r, live, G, K, NORM), mask=here[:, None])
     else:
-        tl.store(dk + o_o, _group(dk_heads, k, k_rstd, dk, o_r, live, G, K, NORM), mask=here[:, None])
+        tl.store(dk + o_o, _group(dk_heads, k_raw, k_rstd, dk, o_r, live, G, K, NORM), mask=here[:, None])
 
 
 # ============================================================ key side: 015's, but for pairs in the same 16 rows
@@ -338,6 +337,30 @@ def _start(cfg, io, at, tid, n_t):
     ptx.copy_row(to, io.rest + (at.head + Int64(row) * cfg.HV) * 32 + x * 16, 0, 16, n_t - row, 0, L2)
     _copy_inputs(cfg, io, at, 3)
     _copy_gate(cfg, io, at, 3)
+
+
+def _sources(cfg, at):
+    """Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk)) as B fragments, [jj][row].
+    Leaves the decays from one block's end to the next in shared memory; returns also what all rows' dg share."""
+    ends = [ptx.lds4(at.column + GK + (2 * a + 1) * 512 + 7 * 64) for a in range(3)]
+    total, sources = ptx.zeros(4), []
+    for b in range(4):
+        rows = []
+        for i in range(2):
+            k, pd = (_quads(ptx.lds2(at.pair + place + (2 * b + i) * 256)) for place in (KEYS, XD))
+            if cfg.scaled:
+                k = _times(k, [ptx.lds1(at.rows + (2 * b + i) * 128 + 12)] * 4)
+            total = [t + x * y for t, x, y in zip(total, k, pd, strict=True)]
+            if b < 3:
+                rows.append(_times(k, _below(ends[b], ptx.lds4(at.lane + GK + (2 * b + i) * 512))))
+        if b < 3:
+            sources.append([_turned(_packed(rows[0][n : n + 2] + rows[1][n : n + 2])) for n in (0, 2)])
+    tail = ptx.lds4(at.column + EDGE + 64)
+    shared = [ptx.sum_lanes(x, 4, 8, 16) + y for x, y in zip(total, tail, strict=True)]
+    ptx.sync_warp()
+    for m in (1, 2):
+        ptx.sts4(at.column + EDGE + 64 * m - 64, _below(ends[m], ends[m - 1]))
+    return sources, shared
 
 
 def _split(x, f):
@@ -387,18 +410,20 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
     """Everything of the warp's columns but dbeta; returns their share of dA_log."""
     ptx.wait_group(2)
     ptx.sync_cta()
-    sources, shared = _sources(at)
+    sources, shared = _sources(cfg, at)
     ptx.wait_group(1)  # all but the raw gate, which a thread copies for itself, as the inputs of the blocks to come
     ptx.sync_cta()
     targets, db_rows, dA, dbias = [[None, None] for _ in range(4)], [None] * 4, Float32(0.0), ptx.zeros(4)
     for b in (3, 2, 1, 0):
         qk = [[*ptx.lds2(at.pair + j * 256), *ptx.lds2(at.pair + KEYS + j * 256)] for j in (2 * b, 2 * b + 1)]
-        beta, diag, _, _ = zip(*[ptx.lds4(at.rows + (16 * b + 8 * i) * 16) for i in range(2)], strict=True)
+        beta, diag, *rstd = zip(*[ptx.lds4(at.rows + (16 * b + 8 * i) * 16) for i in range(2)], strict=True)
         db, qd, kd = ptx.zeros(2), ptx.zeros(2), ptx.zeros(2)
         ptx.wait_group(1)
         stash, dg = [[], []], [[], []]
         for jj in range(2):
             q, k = ([y for x in qk for y in ptx.unpack(x[n + jj])] for n in (0, 2))
+            if cfg.scaled:
+                q, k = (_times(x, [r[0], r[0], r[1], r[1]]) for x, r in zip((q, k), rstd, strict=True))
             g = [y for i in range(2) for y in ptx.lds2f(at.lane + GK + (2 * b + i) * 512 + jj * 8)]
             kb = [k[n] * beta[n // 2] for n in range(4)]
             sums = _Sums()
@@ -428,8 +453,8 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
         ptx.sync_warp()  # everybody has read gk of this block: dq and dk take its place
         for i in range(2):
             ptx.sts_frag(at.lane + GK + (2 * b + i) * 512, [x[i + 2 * jj] for x in stash for jj in range(2)])
-        if cfg.l2norm:
-            ptx.sts4(at.lane + XD + b * 512, [*qd, *kd])
+        if cfg.l2norm:  # once more times rstd, as the norm's gradient multiplies them by the rows given
+            ptx.sts4(at.lane + XD + b * 512, [x * y for x, y in zip((*qd, *kd), (*rstd[0], *rstd[1]), strict=True)])
         mine, other = (ptx.pick(at.odd, db[i], db[1 - i]) for i in (1, 0))  # an odd lane keeps row r + 8
         db_rows[b] = ptx.sum_lanes(mine + ptx.exchange(other, 1), 2)
 
@@ -504,7 +529,7 @@ def _kernel(
     row = Int64(cutlass.min(tid % 64, n_t - 1))
     token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
     values = [Float32(mBeta[token]), Float32(mRows[2 * token]), zero, zero]
-    if const_expr(cfg.l2norm):
+    if const_expr(cfg.scaled):
         values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
@@ -531,7 +556,8 @@ class _Config:
     """What the kernel is specialised for."""
 
     def __init__(self, varlen, gate, l2norm, beta_sigmoid, has_A, has_bias, g_bytes, H, HV):
-        self.varlen, self.gate, self.l2norm, self.beta_sigmoid = varlen, gate, l2norm, beta_sigmoid
+        self.varlen, self.gate, self.beta_sigmoid = varlen, gate, beta_sigmoid
+        self.scaled, self.l2norm = l2norm, l2norm and H == HV  # rows are normed here; so is, for 015, their gradient
         self.has_A, self.has_bias, self.g_bytes = has_A, has_bias, g_bytes
         self.H, self.HV = H, HV
         self.dq_bytes = 2
@@ -583,7 +609,8 @@ def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_i
 
 
 def run(
-    *, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, g_raw, A_log, dt_bias, q_rstd, k_rstd, p, cu_seqlens, chunk_indices
+    *, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, g_raw, A_log, dt_bias, p, cu_seqlens,
+    chunk_indices,
 ):
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
     ddt_bias."""
@@ -592,15 +619,13 @@ def run(
         chunk_indices=chunk_indices,
     )
     has_A, has_bias = A_log is not None, dt_bias is not None
-    grouped = p.HV != p.H  # then the norm is applied to a group's sum
-    norm = p.l2norm and not grouped
-    cfg_key = (p.varlen, p.gate, norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV)
+    cfg_key = (p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV)
     dq, dk, dg = (torch.empty_like(gk, dtype=dtype) for dtype in (p.dtype, p.dtype, p.g_dtype))
     dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
-    dA = None if A_log is None else q.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
-    dbias = None if dt_bias is None else q.new_empty(p.NT, p.HV, p.K, dtype=torch.float32)
-    f32, i64 = cutecall.absent(q.device, torch.float32), cutecall.absent(q.device, torch.int64)
-    given = (q, k, gk, beta, *states, g_raw, A_log, dt_bias, q_rstd, k_rstd, dq, dk, dg, dbeta, dA, dbias)
+    dA = None if A_log is None else q_raw.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
+    dbias = None if dt_bias is None else q_raw.new_empty(p.NT, p.HV, p.K, dtype=torch.float32)
+    f32, i64 = cutecall.absent(gk.device, torch.float32), cutecall.absent(gk.device, torch.int64)
+    given = (q_raw, k_raw, gk, beta, *states, g_raw, A_log, dt_bias, q_rstd, k_rstd, dq, dk, dg, dbeta, dA, dbias)
     tensors = [f32 if x is None else cutecall.flat(x) for x in given]
     tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
     kernel = _compile(cfg_key, tuple(x.dtype for x in tensors))
@@ -611,18 +636,18 @@ def run(
             zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T,
             HV=p.HV, K=p.K, V=p.V, num_warps=4,
         )
-    if grouped:
-        heads, (dq, dk), rows = (dq, dk), (torch.empty_like(x) for x in (q, k)), p.B * p.T * p.H
+    if p.HV != p.H:  # the norm is applied to a group's sum
+        heads, (dq, dk), rows = (dq, dk), (torch.empty_like(x) for x in (q_raw, k_raw)), p.B * p.T * p.H
         launch(
-            group_kernel, (triton.cdiv(rows, GROUP_ROWS), 2), *heads, q, k, q_rstd, k_rstd, dq, dk, cu_seqlens, p.N,
-            rows, H=p.H, G=p.HV // p.H, K=p.K, NORM=p.l2norm, IS_VARLEN=p.varlen, BR=GROUP_ROWS, num_warps=4,
+            group_kernel, (triton.cdiv(rows, GROUP_ROWS), 2), *heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens,
+            p.N, rows, H=p.H, G=p.HV // p.H, K=p.K, NORM=p.l2norm, IS_VARLEN=p.varlen, BR=GROUP_ROWS, num_warps=4,
         )
     dA = None if dA is None else dA.sum((0, 1)).view_as(A_log)
     dbias = None if dbias is None else dbias.sum(0).view_as(dt_bias)
     return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA, "ddt_bias": dbias}
 
 
-def run_log_gate(*, q, k, v, v_new, gk, beta, Akk, h, do, dh, dv, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
+def run_log_gate(*, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
     """The same for a precomputed gate: the raw gate is then not needed, so not kept for the backward."""
     return run(**locals(), g_raw=None, A_log=None, dt_bias=None)
 
@@ -634,7 +659,7 @@ def spans(p):
     return {"bwd.wy..bwd.beta": run_log_gate if p.gate == "log" else run}
 
 
-_GROUP = dict.fromkeys(("dq_heads", "dk_heads", "q", "k", "dq", "dk"), "*bf16") | {"N": "i32", "rows": "i32"}
+_GROUP = dict.fromkeys(("dq_heads", "dk_heads", "q_raw", "k_raw", "dq", "dk"), "*bf16") | {"N": "i32", "rows": "i32"}
 _GROUP |= {"q_rstd": "*fp32", "k_rstd": "*fp32", "cu_seqlens": "*i64"}
 COMPILE = [
     (group_kernel, _GROUP, {"H": 16, "G": G, "K": K, "NORM": norm, "IS_VARLEN": varlen, "BR": GROUP_ROWS}, 4, 1)

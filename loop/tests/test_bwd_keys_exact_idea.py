@@ -45,7 +45,10 @@ class Both:
 
 
 SMALL = PARENTS | {
+    "log_normed": case_of("tiny", T=70, B=1, l2norm=True),
+    "gate_alone": case_of("tiny_gate", T=70, H=1, l2norm=False),
     "gva": case_of("tiny_gva", T=96, H=2, HV=4),
+    "gva_gate_alone": case_of("tiny_gva", T=64, H=1, HV=2, l2norm=False),
     "gva_of_three": case_of("tiny_gva", T=64, H=1, HV=3),
     "gva_log": case_of("tiny", T=64, B=1, H=1, HV=2),
     "gva_varlen": case_of("tiny_varlen", H=1, HV=2),
@@ -147,8 +150,8 @@ def test_a_groups_partials_are_summed_and_then_normed(norm, packed):
     idea, T, H, G = registry.load("019"), 37, 2, 3
     draw = torch.Generator().manual_seed(0)
     partials = [torch.randn(T * H * G, 128, generator=draw).bfloat16() for _ in range(2)]
-    x = [F.normalize(torch.randn(T * H, 128, generator=draw), dim=-1).bfloat16() for _ in range(2)]
-    rstd, out = [torch.rand(T * H, generator=draw) for _ in range(2)], [torch.empty_like(y) for y in x]
+    x = [torch.randn(T * H, 128, generator=draw).bfloat16() for _ in range(2)]
+    rstd, out = [1 / y.float().norm(dim=-1) for y in x], [torch.empty_like(y) for y in x]
     bounds = torch.tensor([0, 20, 30]) if packed else None
     rows = T * H
     if packed:
@@ -158,7 +161,7 @@ def test_a_groups_partials_are_summed_and_then_normed(norm, packed):
         *partials, *x, *rstd, *out, bounds, 2, rows, H=H, G=G, K=128, NORM=norm, IS_VARLEN=packed, BR=idea.GROUP_ROWS,
     )
     for d, y, r, got in zip(partials, x, rstd, out, strict=True):
-        want, y = d.double().view(rows, G, 128).sum(1), y.double()
+        want, y = d.double().view(rows, G, 128).sum(1), y.double() * r.double()[:, None]
         if norm:
             want = r.double()[:, None] * (want - y * (y * want).sum(1, keepdim=True))
         if packed:
