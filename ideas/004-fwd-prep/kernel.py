@@ -114,7 +114,7 @@ def _prep(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr,
     VARLEN: tl.constexpr, FULL: tl.constexpr, TWO_SIDED: tl.constexpr, BK: tl.constexpr, I: tl.constexpr,
-    OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr, UNITS: tl.constexpr, NORMS: tl.constexpr,
+    OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i_hv, i_c = pid % HV, pid // HV
@@ -152,12 +152,11 @@ def _prep(
     if L2NORM:
         rq = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_q, tl.permute(a_q, (0, 2, 1))), 0.0), 2) + 1e-6)
         rk = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_k, a_kt), 0.0), 2) + 1e-6)
-        if UNITS and i_hv % (HV // H) == 0:  # the first value head of a group writes for all
+        if i_hv % (HV // H) == 0:  # the first value head of a group writes for all
             y = (a_q.to(tl.float32) * rq[:, :, None]).to(qn.dtype.element_ty)
             tl.store(qn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
             y = (a_k.to(tl.float32) * rk[:, :, None]).to(kn.dtype.element_ty)
             tl.store(kn + (t0 * H + i_h) * K + o4, y, mask=r4 < rows)
-        if NORMS and i_hv % (HV // H) == 0:
             tl.store(q_rstd + (t0 + r) * H + i_h, tl.reshape(rq, [64]), mask=r < rows)
             tl.store(k_rstd + (t0 + r) * H + i_h, tl.reshape(rk, [64]), mask=r < rows)
     else:
@@ -301,41 +300,35 @@ def supports(p) -> tuple[bool, str]:
     return True, ""
 
 
-def run(
-    *, q_raw, k_raw, beta_raw, g_raw, A_log, dt_bias, p, cu_seqlens, chunk_indices,
-    wanted=frozenset(("q", "k", "q_rstd", "k_rstd")),
-):
+def run(*, q_raw, k_raw, beta_raw, g_raw, A_log, dt_bias, p, cu_seqlens, chunk_indices):
     """The whole span in one launch.
 
-    Writes beta [B,T,HV] (fp32; the raw one when there is no sigmoid), gk [B,T,HV,K] fp32, Aqk and Akk [B,T,HV,64]
-    p.dtype, upper parts zero; and if they are `wanted` q, k (p.dtype; the raw ones when nothing is normalised), q_rstd,
-    k_rstd [B,T,H] fp32 or None.
+    Writes q, k (p.dtype; the raw ones when nothing is normalised), q_rstd, k_rstd [B,T,H] fp32 or None, beta [B,T,HV]
+    (fp32; the raw one when there is no sigmoid), gk [B,T,HV,K] fp32, Aqk and Akk [B,T,HV,64] p.dtype, upper parts zero.
     """
     new, f32 = q_raw.new_empty, {"dtype": torch.float32}
-    made = {"gk": new(g_raw.shape, **f32), "Aqk": new((p.B, p.T, p.HV, 64)), "Akk": new((p.B, p.T, p.HV, 64))}
-    units, norms = (p.l2norm and not wanted.isdisjoint(pair) for pair in (("q", "k"), ("q_rstd", "k_rstd")))
-    if units:
-        made |= {"q": new(q_raw.shape), "k": new(k_raw.shape)}
-    if norms:
-        made |= {"q_rstd": new(q_raw.shape[:3], **f32), "k_rstd": new(k_raw.shape[:3], **f32)}
-    if not p.l2norm:
-        made |= {"q": q_raw, "k": k_raw, "q_rstd": None, "k_rstd": None}
-    made["beta"] = new(beta_raw.shape, **f32) if p.beta_sigmoid else beta_raw
+    q, k, q_rstd, k_rstd, beta = q_raw, k_raw, None, None, beta_raw
+    if p.l2norm:
+        q, k = new(q_raw.shape), new(k_raw.shape)
+        q_rstd, k_rstd = new(q_raw.shape[:3], **f32), new(k_raw.shape[:3], **f32)
+    if p.beta_sigmoid:
+        beta = new(beta_raw.shape, **f32)
+    gk = new(g_raw.shape, **f32)
+    Aqk, Akk = new((p.B, p.T, p.HV, 64)), new((p.B, p.T, p.HV, 64))
     half = p.dtype == torch.float16
     launch(
         _prep, (p.NT * p.HV,),
         q_raw, k_raw, g_raw, A_log, dt_bias, beta_raw,
-        *(made.get(name) for name in ("q", "k", "gk", "q_rstd", "k_rstd", "beta", "Aqk", "Akk")),
+        q, k, gk, q_rstd, k_rstd, beta, Aqk, Akk,
         cu_seqlens, chunk_indices,
         p.scale, p.lower_bound or 0.0, p.beta_scale, p.T, p.chunks_per_row,
         H=p.H, HV=p.HV, K=p.K,
         GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm, SIGMOID=p.beta_sigmoid,
         VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, TWO_SIDED=not half, BK=BK, I=_I,
         OP=tl.float16 if half else tl.bfloat16, INV=tl.float16 if p.l2norm else tl.float32, FAST=p.arch != (0, 0),
-        UNITS=units, NORMS=norms,
         num_warps=WARPS, num_stages=1, maxnreg=REGS,
     )
-    return made
+    return {"q": q, "k": k, "q_rstd": q_rstd, "k_rstd": k_rstd, "beta": beta, "gk": gk, "Aqk": Aqk, "Akk": Akk}
 
 
 SPANS = {"fwd.norm..fwd.intra": run}
@@ -349,7 +342,7 @@ COMPILE = [
         _prep, _TYPES,
         {"H": 16, "HV": 16, "K": K, "GATE": gate, "HAS_A": True, "HAS_BIAS": True, "L2NORM": True, "SIGMOID": True,
          "VARLEN": False, "FULL": True, "TWO_SIDED": True, "BK": BK, "I": _I, "OP": tl.bfloat16, "INV": tl.float16,
-         "FAST": True, "UNITS": True, "NORMS": True},
+         "FAST": True},
         WARPS, 1, {"maxnreg": REGS},
     )
     for K, gate in ((128, "softplus"), (64, "log"))

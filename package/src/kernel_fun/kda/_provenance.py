@@ -169,7 +169,7 @@ SHIPPED: tuple[Shipped, ...] = (
             "fwd.norm..fwd.intra",
         ),
         source="ideas/004-fwd-prep/kernel.py",
-        sha256="ec9709c3840f1daed23e3d5f5973cc7730653f8a8529a97421ba0b4dc6f8a11d",
+        sha256="d6efb520c3ff14b96dd9621b4360596d01699a7c60a32606eb7c2b85b416f413",
         commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
             "385e1aa02e24325f",
