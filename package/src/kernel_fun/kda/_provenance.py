@@ -79,7 +79,7 @@ SHIPPED: tuple[Shipped, ...] = (
             "fwd.norm..fwd.out",
         ),
         source="ideas/013-fwd-operands/kernel.py",
-        sha256="cf24d34a55351ab9883a313bc1673727621122d4efdcb3c20463c0baf97988bb",
+        sha256="861147cc9de18c4a5dd32ea0920b1131d76610345c2911fc166813a74d0a7e9f",
         commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
         rows=(
             "5adbccc42b682189",

@@ -131,8 +131,8 @@ def prep_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr,
     VARLEN: tl.constexpr, FULL: tl.constexpr, TWO_SIDED: tl.constexpr, BK: tl.constexpr, I: tl.constexpr,
-    OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr, UNITS: tl.constexpr, NORMS: tl.constexpr,
-    GK: tl.constexpr, BETA: tl.constexpr,
+    OP: tl.constexpr, INV: tl.constexpr, FAST: tl.constexpr, UNITS: tl.constexpr, GK: tl.constexpr,
+    BETA: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i_hv, i_c = pid % HV, pid // HV
@@ -170,7 +170,7 @@ def prep_kernel(
     if L2NORM:
         rq = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_q, tl.permute(a_q, (0, 2, 1))), 0.0), 2) + 1e-6)
         rk = tl.rsqrt(tl.sum(tl.where(eye, tl.dot(a_k, a_kt), 0.0), 2) + 1e-6)
-        if NORMS and i_hv % (HV // H) == 0:
+        if UNITS and i_hv % (HV // H) == 0:
             tl.store(q_rstd + (t0 + r) * H + i_h, tl.reshape(rq, [64]), mask=r < rows)
             tl.store(k_rstd + (t0 + r) * H + i_h, tl.reshape(rk, [64]), mask=r < rows)
     else:
@@ -627,12 +627,11 @@ def run(
     """
     new, f32 = q_raw.new_empty, {"dtype": torch.float32}
     made = {"Aqk": new((p.B, p.T, p.HV, 64)), "Akk": new((p.B, p.T, p.HV, 64))}
-    units, norms = (p.l2norm and not wanted.isdisjoint(pair) for pair in (("q", "k"), ("q_rstd", "k_rstd")))
+    units = p.l2norm and not wanted.isdisjoint(("q", "k", "q_rstd", "k_rstd"))
     if units:
         made |= {"q": new(q_raw.shape), "k": new(k_raw.shape)}
-    if norms:
         made |= {"q_rstd": new(q_raw.shape[:3], **f32), "k_rstd": new(k_raw.shape[:3], **f32)}
-    if not p.l2norm:
+    elif not p.l2norm:
         made |= {"q": q_raw, "k": k_raw, "q_rstd": None, "k_rstd": None}
     if not p.beta_sigmoid:
         made["beta"] = beta_raw
@@ -653,7 +652,7 @@ def run(
         GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm, SIGMOID=p.beta_sigmoid,
         VARLEN=p.varlen, FULL=not p.varlen and p.T % 64 == 0, TWO_SIDED=not half, BK=BK, I=_I,
         OP=tl.float16 if half else tl.bfloat16, INV=tl.float16 if p.l2norm else tl.float32, FAST=q_raw.is_cuda,
-        UNITS=units, NORMS=norms, GK="gk" in made, BETA=p.beta_sigmoid and "beta" in made,
+        UNITS=units, GK="gk" in made, BETA=p.beta_sigmoid and "beta" in made,
         num_warps=WARPS, num_stages=1, maxnreg=REGS,
     )
     o, ht = scan(
@@ -689,7 +688,7 @@ COMPILE = [
         prep_kernel, _TYPES,
         {"H": 16, "HV": 16, "K": K, "GATE": gate, "HAS_A": True, "HAS_BIAS": True, "L2NORM": True, "SIGMOID": True,
          "VARLEN": False, "FULL": True, "TWO_SIDED": True, "BK": BK, "I": _I, "OP": tl.bfloat16, "INV": tl.float16,
-         "FAST": True, "UNITS": keep, "NORMS": keep, "GK": False, "BETA": keep},
+         "FAST": True, "UNITS": keep, "GK": False, "BETA": keep},
         WARPS, 1, {"maxnreg": REGS},
     )
     for K, gate, keep in ((128, "softplus", True), (128, "softplus", False), (64, "log", True))
