@@ -48,12 +48,13 @@ def test_packed_sequences_count_for_the_floor(monkeypatch):
 
 def test_a_floor_that_is_no_number_is_ignored(monkeypatch, lines):
     tensors, flags = kda(T=5, grad=False)
-    for value in ("many", "-1", "1.5"):
+    bad = "many", "-1", "1.5", "\N{SUPERSCRIPT TWO}", "9" * 5000  # more digits than int() takes
+    for value in bad:
         monkeypatch.setenv("KERNEL_FUN_KDA_MIN_CTAS", value)
         for _ in range(2):
             assert is_supported(**tensors, **flags)[0]
     kind = "is ignored: accepted is a number of CTAs, 0 or more"
-    assert [text for _, text in lines()] == [f"KERNEL_FUN_KDA_MIN_CTAS={v!r} {kind}" for v in ("many", "-1", "1.5")]
+    assert [text for _, text in lines()] == [f"KERNEL_FUN_KDA_MIN_CTAS={v!r} {kind}" for v in bad]
 
 
 def test_warmup_follows_the_floor(monkeypatch, problems):

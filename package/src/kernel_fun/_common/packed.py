@@ -116,8 +116,9 @@ def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
         raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {host.tolist()}")
     counts = lens.add(CHUNK - 1).div(CHUNK, rounding_mode="floor")
     first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    sequence = torch.repeat_interleave(torch.arange(lens.numel()), counts)
-    within = torch.arange(sequence.numel()) - first[sequence]
+    # the device is named because torch.set_default_device may name another
+    sequence = torch.repeat_interleave(torch.arange(lens.numel(), device="cpu"), counts)
+    within = torch.arange(sequence.numel(), device="cpu") - first[sequence]
     return Packed(
         N=lens.numel(),
         NT=sequence.numel(),
