@@ -163,10 +163,12 @@ def test_an_arm_that_fails_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(probes, "_need_gpu", lambda: None)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(__import__("sys").path))
     monkeypatch.setattr(probes, "ARMS", ("ours",))
-    probes.graphprobe("cconv")
-    lines = capsys.readouterr().out.splitlines()
+    assert __main__.main(["graphprobe", "--family", "cconv"]) == 1
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("cconv   ours   failed: ")
+    assert printed.err == "kernel_fun graphprobe: failed: cconv ours\n"
 
 
 @pytest.fixture
