@@ -79,6 +79,42 @@ def test_warmup_without_its_gpu_says_so(monkeypatch, gpus, device, said):
         assert str(raised.value) == f"warmup compiled nothing: {said}"
 
 
+@pytest.mark.parametrize(("function", "operator", "size"), [
+    (warmup, "kernel_fun.kda.warm.chunk_kda", {"T": 4, "H": 1}),
+    (cconv.warmup, "kernel_fun.cconv.ops.causal_conv1d", {"T": 4, "D": 6}),
+])
+def test_warmup_runs_the_backward_with_and_without_a_final_states_gradient(monkeypatch, function, operator, size):
+    """Each is compiled apart. On tensors without values, which are on no CPU either."""
+    met = []
+
+    def operate(*, output_final_state=False, **call):
+        y = call["x"] if "x" in call else call["v"]
+        return y * 1, y.sum() if output_final_state else None
+
+    def grad(outputs, leaves, incoming, **options):
+        assert all(t.requires_grad for t in leaves)
+        met.append(len(outputs))
+
+    class Generator:
+        def __init__(self, device):
+            pass
+
+        def manual_seed(self, seed):
+            return None
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(f"{operator.rpartition('.')[0]}.is_supported", lambda **call: (True, "k001_mine"))
+    monkeypatch.setattr(operator, operate)
+    assert function(B=2, **size, device="meta") > 0
+    assert met == [1]
+    assert function(B=2, **size, device="meta", output_final_state=True) > 0
+    assert met == [1, 2, 1]
+    function(B=2, **size, device="meta", output_final_state=True, backward=False)
+    assert len(met) == 3
+
+
 def test_no_floor_for_plain_torch(monkeypatch):
     """On CPU tensors, and for calls without tokens, there is no grid, and fla could not run them."""
     monkeypatch.setattr("kernel_fun.kda.ops.route", dispatch.route)
