@@ -175,7 +175,7 @@ def _fla_features(a: dict) -> str:
 def _describe(a: dict, pack) -> tuple[ConvProblem, tuple]:
     """The problem and its tensors (x weight bias residual h0) with channels flattened, checked."""
     x, weight, bias, residual, h0 = a["x"], a["weight"], a["bias"], a["residual"], a["initial_state"]
-    if weight is None or weight.dim() != 2:
+    if weight is None or weight.dim() != 2 or not weight.shape[1]:
         raise ValueError(f"weight must be [D, W], got {None if weight is None else list(weight.shape)}")
     if a["activation"] not in _ACTIVATIONS:
         raise ValueError(f"activation={a['activation']!r}: accepted are None, 'silu' and 'swish'")
