@@ -18,6 +18,9 @@ KDA = {
     "ragged": ({"T": 300, "h0": True}, {}),
     "packed": ({"sequences": (130, 1, 64, 200), "T": 420, "h0": True}, {}),
     "state_v_first": ({"gate": "softplus"}, {"state_v_first": True, "use_qk_l2norm_in_kernel": True}),
+    # few sequences of many chunks: the scans are cut into segments
+    "long": ({"B": 1, "T": 1600, "gate": "softplus", "h0": True}, {"use_qk_l2norm_in_kernel": True}),
+    "packed_long": ({"sequences": (1300, 1, 1900), "T": 3210}, {}),
 }
 
 
