@@ -66,14 +66,18 @@ def test_activation_checkpointing(family, reentrant):
     assert same([again, *(t.grad for t in leaves)], want)
 
 
-@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+@pytest.mark.parametrize("layout", ["sliced", "odd", "transposed"])
 def test_strided_x_is_not_copied(layout):
-    """Nothing is launched, in either pass, that a contiguous x does not launch; the gradient has stride 0."""
+    """Nothing is launched, in either pass, that a contiguous x does not launch; the gradient has stride 0. "odd": rows
+    begin at no multiple of 4 bytes.
+    """
     need_kernels("cconv")
     tensors, _ = conv_call(D=1024)
     x, weight = tensors["x"].detach(), tensors["weight"]
     if layout == "sliced":
         strided = torch.cat([x, x, x], -1)[..., 1024:2048].requires_grad_()
+    elif layout == "odd":
+        strided = F.pad(x, (1, 0))[..., 1:].requires_grad_()
     else:
         strided = x.mT.contiguous().mT.requires_grad_()
     assert not strided.is_contiguous()
