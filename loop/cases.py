@@ -129,6 +129,9 @@ CCONV = (
     _gpu_conv("fp32", "fp32", T=2048, dtype="fp32"),
     _gpu_conv("sliced", "x is a slice of a wider projection", T=2048, layout="sliced"),
     _gpu_conv("transposed", "x lies as [B,D,T]", T=2048, layout="transposed"),
+    _gpu_conv("packed", "six packed sequences without states, as fla's Gluon kernels take them too", B=1,
+              T=sum(_LENGTHS), lengths=_LENGTHS),
+    _gpu_conv("packed_short", "64 packed sequences of 5 to 150 tokens", B=1, T=4096, lengths=(37, 5, 64, 150) * 16),
     _gpu_conv("varlen8192", "six packed sequences with states", B=1, T=sum(_LENGTHS), lengths=_LENGTHS, bias=True,
               residual=True, **_STATE),
 )  # fmt: skip

@@ -48,12 +48,13 @@ def test_packed_sequences_count_for_the_floor(monkeypatch):
 
 def test_a_floor_that_is_no_number_is_ignored(monkeypatch, lines):
     tensors, flags = kda(T=5, grad=False)
-    for value in ("many", "-1", "1.5"):
+    bad = "many", "-1", "1.5", "\N{SUPERSCRIPT TWO}", "9" * 5000  # more digits than int() takes
+    for value in bad:
         monkeypatch.setenv("KERNEL_FUN_KDA_MIN_CTAS", value)
         for _ in range(2):
             assert is_supported(**tensors, **flags)[0]
     kind = "is ignored: accepted is a number of CTAs, 0 or more"
-    assert [text for _, text in lines()] == [f"KERNEL_FUN_KDA_MIN_CTAS={v!r} {kind}" for v in ("many", "-1", "1.5")]
+    assert [text for _, text in lines()] == [f"KERNEL_FUN_KDA_MIN_CTAS={v!r} {kind}" for v in bad]
 
 
 def test_warmup_follows_the_floor(monkeypatch, problems):
@@ -76,6 +77,42 @@ def test_warmup_without_its_gpu_says_so(monkeypatch, gpus, device, said):
         with pytest.raises(RuntimeError) as raised:
             function(B=1, T=4, device=device, **({} if function is warmup else {"D": 6}))
         assert str(raised.value) == f"warmup compiled nothing: {said}"
+
+
+@pytest.mark.parametrize(("function", "operator", "size"), [
+    (warmup, "kernel_fun.kda.warm.chunk_kda", {"T": 4, "H": 1}),
+    (cconv.warmup, "kernel_fun.cconv.ops.causal_conv1d", {"T": 4, "D": 6}),
+])
+def test_warmup_runs_the_backward_with_and_without_a_final_states_gradient(monkeypatch, function, operator, size):
+    """Each is compiled apart. On tensors without values, which are on no CPU either."""
+    met = []
+
+    def operate(*, output_final_state=False, **call):
+        y = call["x"] if "x" in call else call["v"]
+        return y * 1, y.sum() if output_final_state else None
+
+    def grad(outputs, leaves, incoming, **options):
+        assert all(t.requires_grad for t in leaves)
+        met.append(len(outputs))
+
+    class Generator:
+        def __init__(self, device):
+            pass
+
+        def manual_seed(self, seed):
+            return None
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(f"{operator.rpartition('.')[0]}.is_supported", lambda **call: (True, "k001_mine"))
+    monkeypatch.setattr(operator, operate)
+    assert function(B=2, **size, device="meta") > 0
+    assert met == [1]
+    assert function(B=2, **size, device="meta", output_final_state=True) > 0
+    assert met == [1, 2, 1]
+    function(B=2, **size, device="meta", output_final_state=True, backward=False)
+    assert len(met) == 3
 
 
 def test_no_floor_for_plain_torch(monkeypatch):

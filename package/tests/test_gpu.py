@@ -1,7 +1,7 @@
 """On the GPU: our kernels run, hold against fp64 and fla, and fall back to fla to the bit."""
 import pytest
 import torch
-from gpu_calls import KDA, conv_call, kda_call, need_kernels, triton_names
+from gpu_calls import KDA, conv_call, kda_call, launched, need_kernels, triton_names
 from small_inputs import conv_definition, gradients, recurrence, rms
 
 import kernel_fun.fla
@@ -14,16 +14,6 @@ KDA_BUDGET = {"o": 0.005, "ht": 0.005, "q": 0.008, "k": 0.008, "v": 0.008, "init
               "g": 0.02, "beta": 0.02, "A_log": 0.02, "dt_bias": 0.02}
 CONV_BUDGET = {"y": 0.005, "ht": 0.0, "x": 0.008, "residual": 0.005, "initial_state": 0.008,
                "weight": 0.02, "bias": 0.02}
-
-
-def launched(work):
-    """Names of the device kernels that `work` launches; it has run once before."""
-    work()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    return {e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
 
 
 def errors(outputs, tensors, expected, names):
@@ -41,9 +31,8 @@ def test_kda_against_fp64_and_fla(name):
 
     need_kernels("kda")
     tensors, flags = kda_call(name)
-    if name == "production":
-        ok, what = ours.is_supported(**tensors, **flags)
-        assert ok, what
+    ok, what = ours.is_supported(**tensors, **flags)
+    assert ok, what
     wants = recurrence(**tensors, **flags)
     expected = wants, gradients(wants, tensors)
     mine = errors(ours.chunk_kda(**tensors, **flags, output_final_state=True), tensors, expected, ("o", "ht"))
@@ -86,19 +75,25 @@ def test_conv_holds_flas_own_tolerance(dtype):
 
 # ---------------------------------------------------------------------------------------------------- what is launched
 def test_kda_launches_ours_and_with_the_switch_nothing_of_ours(monkeypatch):
+    """With it, what fla launches when it is called itself: kernels in the CuTe DSL would be seen here too."""
+    from fla.ops.kda import chunk_kda as fla
+
     need_kernels("kda")
     tensors, flags = kda_call("production")
 
-    def work():
-        gradients(ours.chunk_kda(**tensors, **flags), tensors)
+    def work(operator=ours.chunk_kda):
+        gradients(operator(**tensors, **flags), tensors)
 
-    names = triton_names("kda")
+    names, flas = triton_names("kda"), launched(lambda: work(fla))
     assert names & launched(work)
+    assert not names & flas
     monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
-    assert not names & launched(work)
+    assert launched(work) == flas
 
 
 def test_conv_launches_ours_and_not_flas(monkeypatch):
+    from fla.modules.convolution import causal_conv1d as fla
+
     need_kernels("cconv")
     tensors, flags = conv_call()
 
@@ -108,8 +103,10 @@ def test_conv_launches_ours_and_not_flas(monkeypatch):
     names, found = triton_names("cconv"), launched(work)
     assert names & found
     assert not any(name.startswith("causal_conv1d") for name in found)
+    flas = launched(lambda: gradients(fla(**tensors, **flags, activation="silu"), tensors))
+    assert not names & flas
     monkeypatch.setenv("KERNEL_FUN_CCONV_DISABLE", "1")
-    assert not names & launched(work)
+    assert launched(work) == flas
 
 
 def test_registered_flas_own_functions_launch_ours():

@@ -40,6 +40,54 @@ def test_a_change_in_place_is_seen():
     assert second.chunk_indices.tolist() == [[0, 0], [0, 1], [1, 0]]
 
 
+def unseen(t, split):
+    """A write that leaves the version counter where it is, as numpy's and a broadcast's do."""
+    before = t._version
+    t.numpy()[1] = split
+    assert t._version == before
+
+
+def test_a_change_that_torch_does_not_count_is_seen_where_it_can_be_read():
+    cu = torch.tensor([0, 30, 70])
+    assert packed.describe(cu).NT == 2
+    unseen(cu, 65)
+    assert packed.describe(cu).NT == 3
+    elsewhere, host = torch.zeros(3, dtype=torch.int64, device="meta"), torch.tensor([0, 30, 70])
+    first = packed.describe(elsewhere, host)
+    assert packed.describe(elsewhere, host.clone()) is first  # another copy of the same values
+    unseen(host, 65)
+    assert packed.describe(elsewhere, host).NT == 3
+    both = torch.tensor([0, 30, 70]), torch.tensor([0, 30, 70])
+    packed.describe(*both)
+    for n in (1, 0):  # a copy that no longer is one, whichever of the two was written
+        unseen(both[n], 65)
+        with pytest.raises(ValueError, match="the one must be a copy of the other"):
+            packed.describe(*both)
+        unseen(both[n], 30)
+
+
+def test_a_write_while_the_values_are_read_is_not_taken_for_read(monkeypatch):
+    cu, tables = torch.tensor([0, 30, 70]), packed._tables
+
+    def slow(host, like):
+        cu.add_(0)
+        return tables(host, like)
+
+    monkeypatch.setattr(packed, "_tables", slow)
+    first = packed.describe(cu)
+    assert packed.describe(cu) is not first
+
+
+def test_the_hosts_word_is_taken_for_its_own_call_only():
+    """Without the copy the tensor itself is read: here a stand-in that says where it would wait."""
+    cu, host = torch.zeros(3, dtype=torch.int64, device="meta"), torch.tensor([0, 30, 70])
+    packed.describe(cu, host)
+    with pytest.raises(NotImplementedError):
+        packed.describe(cu)
+    with pytest.raises(NotImplementedError):
+        packed.describe(cu, host.to("meta"))  # no copy on the host
+
+
 def test_operators_follow_a_change_in_place():
     tensors, flags = kda(sequences=(30, 40), T=70, grad=False)
     c, cf = conv(sequences=(30, 40), T=70)

@@ -163,10 +163,12 @@ def test_an_arm_that_fails_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(probes, "_need_gpu", lambda: None)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(__import__("sys").path))
     monkeypatch.setattr(probes, "ARMS", ("ours",))
-    probes.graphprobe("cconv")
-    lines = capsys.readouterr().out.splitlines()
+    assert __main__.main(["graphprobe", "--family", "cconv"]) == 1
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("cconv   ours   failed: ")
+    assert printed.err == "kernel_fun graphprobe: failed: cconv ours\n"
 
 
 @pytest.fixture
@@ -222,3 +224,27 @@ def test_a_report_is_one_line_of_json(capsys, monkeypatch, pretend_capture):
     monkeypatch.setattr(probes, "compiled", lambda family, arm, device: {"breaks": 1, "graphs": [2, 4, 4]})
     probes.report("cconv", "ours")
     assert json.loads(capsys.readouterr().out) == {"breaks": 1, "graphs": [2, 4, 4], "warm": "equal", "cold": "equal"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_graphprobe_on_a_gpu(capsys, monkeypatch):
+    """Ours breaks no more often than fla, and what it captures warm replays to the bit."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(__import__("sys").path))
+    assert __main__.main(["graphprobe"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[family, arm] for family in probes.OPERATORS for arm in probes.ARMS]
+    breaks = {tuple(line.split()[:2]): int(line.split()[2]) for line in lines}
+    for family in probes.OPERATORS:
+        assert breaks[family, "ours"] <= breaks[family, "fla"]
+    assert all("   equal, " in line for line in lines if line.split()[1] == "ours")
+
+
+@pytest.mark.gpu
+def test_prodtime_on_a_gpu(capsys):
+    assert __main__.main(["prodtime", "--family", "cconv", "--batch", "1", "--repeats", "1"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    family, case, mode, *times = last.split()[:7]
+    assert (family, case, mode) == ("cconv", "prod8192_v", "fwdbwd")
+    assert all(float(x) > 0 for x in times)
+    assert "k001_conv_strip" in last

@@ -189,6 +189,28 @@ def test_threads_agree():
     assert results == [True] * (2 * len(calls) ** 2)
 
 
+@pytest.mark.parametrize("sequences", [None, (5, 0, 15)])
+@pytest.mark.parametrize(("operator", "make"), [(chunk_kda, kda), (causal_conv1d, conv)])
+def test_torchs_default_device_and_dtype_change_nothing(operator, make, sequences):
+    """Work is where the tensors are, whatever torch.set_default_device says; here it says a device without values."""
+    def results():
+        outputs = operator(**tensors, **flags, output_final_state=True)
+        return [*outputs, *torch.autograd.grad(sum(t.sum() for t in outputs), list(tensors.values()))]
+
+    tensors, flags = make(T=20, sequences=sequences, h0=True, dtype=torch.float32)
+    want = results()
+    flags = {name: t.clone() for name, t in flags.items()}  # whose tables are not known yet
+    dispatch._routes.clear()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = results()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def run(code: str):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(code)]

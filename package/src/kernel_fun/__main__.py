@@ -1,5 +1,5 @@
 """`python -m kernel_fun versions | kernels | prodtime | graphprobe`: what is installed here, how fast it is, how it
-compiles.
+compiles. The exit status is 1 where something that was asked for could not be measured, with one line that says why.
 """
 import argparse
 import importlib

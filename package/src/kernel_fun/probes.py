@@ -169,9 +169,11 @@ def _times(works: dict, repeats: int) -> dict[str, float]:
 def graphprobe(family: str | None = None) -> None:
     """Print, per operator and arm, graph breaks and recompiles of a compiled block, and what CUDA graph capture did.
 
-    Each arm runs in its own process, because a capture that fails may take its process with it.
+    Each arm runs in its own process, because a capture that fails may take its process with it. RuntimeError, after the
+    table, names the arms whose process failed.
     """
     _need_gpu()
+    failed = []
     print(f"{'family':8}{'arm':6}{'breaks':>7}{'graphs at T=256, 320, 384':>28}   capture: warm, cold")
     for name in [family] if family else OPERATORS:
         for arm in ARMS:
@@ -179,11 +181,14 @@ def graphprobe(family: str | None = None) -> None:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
             lines = done.stdout.strip().splitlines()
             if done.returncode or not lines:
-                print(f"{name:8}{arm:6} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+                print(f"{name:8}{arm:6} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", flush=True)
+                failed.append(f"{name} {arm}")
                 continue
             found = json.loads(lines[-1])
             graphs = ", ".join(map(str, found["graphs"]))
             print(f"{name:8}{arm:6}{found['breaks']:7}{graphs:>28}   {found['warm']}, {found['cold']}", flush=True)
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
 
 
 def report(family: str, arm: str) -> None:

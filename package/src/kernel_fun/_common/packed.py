@@ -1,12 +1,12 @@
 """What `cu_seqlens` says on the host: sequences, chunks and where they lie, tokens covered.
 
-Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor. It is never stale: it is
-tied to the tensor's version counter, which every in-place change moves, and it goes away with the tensor. Steps get a
-copy of `cu_seqlens` made at the same moment: fla keeps tables by a tensor's identity alone, and a backward must see
-what its forward saw. The copy and the tables are int64 whatever the caller's integers are, so that no kernel meets, or
-is compiled for, a second kind.
+Reading `cu_seqlens` from a GPU waits for the GPU, so the answer is kept with the tensor, and goes away with it. It is
+made anew when the tensor's version counter has moved, as torch's in-place changes move it; and what can be read without
+waiting, a `cu_seqlens` on the CPU or its copy there, is compared in value, because not every write moves the counter:
+numpy's into shared memory and `torch.distributed`'s broadcasts do not. Steps get a copy of `cu_seqlens` made at the
+same moment: fla keeps tables by a tensor's identity alone, and a backward must see what its forward saw. The copy and
+the tables are int64 whatever the caller's integers are, so that no kernel meets, or is compiled for, a second kind.
 """
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -33,36 +33,49 @@ class Packed(NamedTuple):
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-class _Seen:
-    """A tensor as it was when read: the tensor itself, by a weak reference (an id may come again), and its version.
-    Inference tensors have none, so they never pass as unchanged.
+class _Kept(NamedTuple):
+    """Tables, and what they were made from: the version of `cu_seqlens` then, the values that were read, and whether
+    those were the host's copy of values that are elsewhere.
     """
 
-    def __init__(self, t: torch.Tensor | None):
-        self.ref = None if t is None else weakref.ref(t)
-        self.version = None if t is None or t.is_inference() else t._version
+    version: int
+    host: torch.Tensor
+    believed: bool
+    tables: Packed
 
-    def unchanged(self, t: torch.Tensor | None) -> bool:
-        if t is None or self.ref is None:
-            return t is None and self.ref is None
-        return self.ref() is t and not t.is_inference() and self.version == t._version
+    def holds(self, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> bool:
+        """Are these the tables still? `cu_seqlens` is the tensor they are kept with."""
+        if self.version != cu_seqlens._version or (self.believed and cu_seqlens_cpu is None):
+            return False
+        readable = (t for t in (cu_seqlens, cu_seqlens_cpu) if t is not None and t.is_cpu)
+        return all(t.dtype == self.host.dtype and torch.equal(t, self.host) for t in readable)
 
 
 def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:
-    """Read `cu_seqlens` [N+1] (or its copy on the host, without waiting for the GPU). ValueError says what is wrong
-    with it, or that the two differ: in shape, and, where `cu_seqlens` is on the CPU too, in their values.
+    """Read `cu_seqlens` [N+1] (or its copy on the host, without waiting for the GPU; one that is not on the host is
+    ignored). ValueError says what is wrong with it, or that the two differ: in shape, and, where `cu_seqlens` is on the
+    CPU too, in their values.
     """
-    hit = _cache.get(cu_seqlens)
-    if hit is not None and hit[0].unchanged(cu_seqlens) and hit[1].unchanged(cu_seqlens_cpu):
-        return hit[2]
-    seen = _Seen(cu_seqlens), _Seen(cu_seqlens_cpu)
-    host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().cpu()
-    packed = _tables(host, cu_seqlens)
+    if cu_seqlens_cpu is not None and not cu_seqlens_cpu.is_cpu:
+        cu_seqlens_cpu = None
+    if cu_seqlens.is_inference():  # counts no versions
+        return _read(cu_seqlens, cu_seqlens_cpu)[1]
+    kept = _cache.get(cu_seqlens)
+    if kept is None or not kept.holds(cu_seqlens, cu_seqlens_cpu):
+        version = cu_seqlens._version  # before reading: what is written meanwhile must not pass as read
+        host, tables = _read(cu_seqlens, cu_seqlens_cpu)
+        believed = cu_seqlens_cpu is not None and not cu_seqlens.is_cpu
+        _cache[cu_seqlens] = kept = _Kept(version, host, believed, tables)
+    return kept.tables
+
+
+def _read(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> tuple[torch.Tensor, Packed]:
+    """The values on the host, a copy, and the tables made from them."""
+    host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().to("cpu", copy=True)
+    tables = _tables(host, cu_seqlens)
     if cu_seqlens_cpu is not None:
         _compare(cu_seqlens, host)
-    if not cu_seqlens.is_inference():
-        _cache[cu_seqlens] = (*seen, packed)
-    return packed
+    return host, tables
 
 
 def _compare(cu_seqlens: torch.Tensor, host: torch.Tensor) -> None:
@@ -103,8 +116,9 @@ def _tables(host: torch.Tensor, like: torch.Tensor) -> Packed:
         raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {host.tolist()}")
     counts = lens.add(CHUNK - 1).div(CHUNK, rounding_mode="floor")
     first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    sequence = torch.repeat_interleave(torch.arange(lens.numel()), counts)
-    within = torch.arange(sequence.numel()) - first[sequence]
+    # the device is named because torch.set_default_device may name another
+    sequence = torch.repeat_interleave(torch.arange(lens.numel(), device="cpu"), counts)
+    within = torch.arange(sequence.numel(), device="cpu") - first[sequence]
     return Packed(
         N=lens.numel(),
         NT=sequence.numel(),

@@ -46,7 +46,7 @@ def below_floor(ctas: int) -> str:
     value = os.environ.get(name)
     if not value:
         return ""
-    if not value.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", value):
         _say(f"{name}={value!r} is ignored: accepted is a number of CTAs, 0 or more", logging.WARNING, every_time=False)
         return ""
     floor = int(value)

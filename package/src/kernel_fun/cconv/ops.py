@@ -175,7 +175,7 @@ def _fla_features(a: dict) -> str:
 def _describe(a: dict, pack) -> tuple[ConvProblem, tuple]:
     """The problem and its tensors (x weight bias residual h0) with channels flattened, checked."""
     x, weight, bias, residual, h0 = a["x"], a["weight"], a["bias"], a["residual"], a["initial_state"]
-    if weight is None or weight.dim() != 2:
+    if weight is None or weight.dim() != 2 or not weight.shape[1]:
         raise ValueError(f"weight must be [D, W], got {None if weight is None else list(weight.shape)}")
     if a["activation"] not in _ACTIVATIONS:
         raise ValueError(f"activation={a['activation']!r}: accepted are None, 'silu' and 'swish'")
@@ -291,9 +291,12 @@ def warmup(
         with torch.no_grad():  # a route of its own, without a backward
             causal_conv1d(**call, **options)
         if backward:
-            outputs = [t for t in causal_conv1d(**call, **options) if t is not None]
+            y, ht = causal_conv1d(**call, **options)
             leaves = [t for t in call.values() if t is not None]
-            torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True)
+            # a backward with a gradient of the final state is compiled apart from one without
+            for outputs in ((y,),) if ht is None else ((y, ht), (y,)):
+                incoming = [torch.ones_like(t) for t in outputs]
+                torch.autograd.grad(outputs, leaves, incoming, retain_graph=True, allow_unused=True)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -70,8 +70,10 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     N = B if pack is None else pack.N
     if q.shape != k.shape:
         raise AssertionError(f"q and k must have one shape, got q={list(q.shape)} and k={list(k.shape)}")
-    if K > 256:
-        raise AssertionError(f"K={K}: at most 256 are accepted")
+    if not 0 < K <= 256:
+        raise AssertionError(f"K={K}: 1 to 256 are accepted")
+    if not HV or not V:
+        raise ValueError(f"v must have heads and channels, got {list(v.shape)}")
     if not H or HV % H:
         raise AssertionError(f"v has HV={HV} heads: must be a multiple of the H={H} heads of q and k")
     for name, t, want in (("v", v, (B, T, HV, V)), ("g", g, (B, T, HV, K)), ("beta", beta, (B, T, HV))):

@@ -36,8 +36,9 @@ def chunk_table(p: KdaProblem, cu_seqlens) -> tuple[torch.Tensor, tuple[int, ...
     """([NT, 64] flat token index of each chunk row, -1 beyond the sequence; first chunk of each sequence, plus NT)."""
     bounds = tuple(cu_seqlens.tolist()) if p.varlen else tuple(b * p.T for b in range(p.B + 1))
     starts, ends, first = _chunks(bounds)
-    rows = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(CHUNK)
-    return torch.where(rows < torch.tensor(ends)[:, None], rows, -1), first
+    starts, ends = (torch.tensor(x, dtype=torch.int64, device="cpu")[:, None] for x in (starts, ends))
+    rows = starts + torch.arange(CHUNK, device="cpu")
+    return torch.where(rows < ends, rows, -1), first
 
 
 @functools.lru_cache(maxsize=64)
