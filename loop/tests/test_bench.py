@@ -63,6 +63,17 @@ def test_a_slower_arm_is_slower_and_every_number_is_there(arm_of):
     assert rows.parse(arm.model_dump_json()) == arm
 
 
+def test_a_row_names_the_command_that_repeats_it():
+    start = "python -m loop bench kda --impl"
+    for impls, baselines, blocks, wanted in (
+        (["000", "005"], ["000"], None, f"{start} 000,005 --case tiny --mode fwd"),
+        (["000", "ship", "005"], ["000", "ship"], 7, f"{start} 000,ship,005 --case tiny --mode fwd --blocks 7"),
+        (["ship", "005"], ["ship"], None, f"{start} ship,005 --case tiny --mode fwd --baseline ship"),
+        (["005", "011"], ["005"], None, f"{start} 005,011 --case tiny --mode fwd --baseline 005"),
+    ):
+        assert results.command("kda", impls, "tiny", "fwd", baselines, blocks) == wanted
+
+
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 def test_modes_time_what_they_say(arm_of, baseline_check, mode):
     passes = []
