@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 
 WIDTH = 200  # of tables that go to a file or a pipe
+PATIENCE = 2.0  # seconds that a command may be silent
 
 
 def show(*things) -> None:
@@ -55,6 +57,18 @@ def _bar() -> Iterator:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what is being done, once it has taken longer than PATIENCE."""
+    timer = threading.Timer(PATIENCE, say, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def guarded(app: Callable) -> None:

@@ -25,7 +25,7 @@ def span(
     from loop import alone, registry, runner
 
     constants, names = alone.settings(set_ or ()), runner.split(ideas)
-    found, family = [], registry.find(names[0]).family
+    found, family = [], registry.load(names[0]).FAMILY
     with console.progress() as progress:
         for c in runner.cases_of(family, case):
             for name in names:
@@ -85,4 +85,6 @@ def stages(
     found = case or runner.cases_of(family, "primary")[0].id
     if out:
         run.make_folder(out)
-    print(run.shown(budget.measure(runner.family(family), found, out)))
+    with console.progress() as progress:
+        path = budget.measure(runner.family(family), found, out, progress)
+    print(run.shown(path))

@@ -23,9 +23,7 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     """Profile the idea and 000 on a case; the file written. ValueError without a GPU, for an unknown case or a
     refused one.
     """
-    idea = registry.find(idea_id)
-    if idea.error:
-        raise registry.IdeaError(idea.error)
+    idea, module = registry.find(idea_id), registry.load(idea_id)  # the second says what is wrong with a kernel
     case = cases.get(idea.family, case_id)
     if not arms.on_gpu():
         raise ValueError("a profile needs a GPU, and torch finds none here")
@@ -37,7 +35,6 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     tables = {
         name: kernel_times(a, given, mode) for name, a in ((idea.name, arm), ("000", arms.make(idea.family, "000")))
     }
-    module = registry.load(idea.id)
     reached = spans(case, module, steps.times(idea.family, case, given, ideas=(module,)),
                     steps.times(idea.family, case, given))  # fmt: skip
     counters = ncu.read(idea.id, case.id, mode)

@@ -122,6 +122,14 @@ def test_selection_and_tiers(tree, add_idea):
         jobs.of(ideas, "all")
 
 
+def test_bad_input_is_refused_before_a_kernel_is_loaded(tree, monkeypatch):
+    monkeypatch.setattr(registry, "all_ideas", lambda *names: pytest.fail("loaded"))
+    bad = {"tier": "all", "executor": "ssh", "devices": "x", "jobs_at_once": 0, "family": "gdn", "fail_on": "slow"}
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=str(value)):
+            nightly.nightly(**{name: value})
+
+
 def test_an_idea_that_does_not_import_is_run_and_fails(tree, add_idea):
     """Its notebook's load cell raises; here only what the runner makes of it, without the seconds of a kernel."""
     add_idea("004", "broken", "1 / 0")
