@@ -64,10 +64,12 @@ def profile(
 ):
     """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
     from loop import profile as work
-    from loop import registry, runner
+    from loop import registry, run, runner
 
     registry.folder(idea)
     (mode,) = runner.modes_of(mode)[:1]
+    if out:
+        run.make_folder(out)
     with console.progress() as progress:
         progress(f"profile {idea} on {case}", 0, 1)
         path = work.profile(idea, case, mode, out)

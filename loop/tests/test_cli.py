@@ -74,6 +74,7 @@ def test_as_a_module():
         ("nightly --accept=", "no batch ''"),
         ("check kda --impl 005+005 --case tiny", "arm '005+005': 005 would not run"),
         ("profile 008 --case tiny", "no idea '008'"),
+        ("profile 005 --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
         ("span 008 --case tiny", "no idea '008'"),
         ("stages kda --case tinny", "case 'tinny' is unknown in kda"),
         ("stages kda --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
