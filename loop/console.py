@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import sys
 import threading
 import warnings
@@ -9,6 +10,11 @@ from collections.abc import Callable, Iterator
 
 WIDTH = 200  # of tables that go to a file or a pipe
 PATIENCE = 2.0  # seconds that a command may be silent
+
+
+def watched(stream) -> bool:
+    """Does somebody look at a terminal there? Not in CI, some of which give a job one, whatever FORCE_COLOR says."""
+    return stream.isatty() and not os.environ.get("CI")
 
 
 def show(*things) -> None:
@@ -42,8 +48,7 @@ def _bar() -> Iterator:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not watched(sys.stderr):
         last = [""]
 
         def line(what: str, done: int, total: int) -> None:
@@ -54,7 +59,7 @@ def _bar() -> Iterator:
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 

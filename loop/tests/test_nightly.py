@@ -235,6 +235,14 @@ def test_a_terminal_gets_a_live_table(tree):
     assert all(word in text for word in ("001-good", "x[/y] is not [bold]", "kept", "running", "0 s", "\x1b["))
 
 
+@pytest.mark.parametrize(("tty", "ci", "expected"), [(True, "", True), (True, "true", False), (False, "", False)])
+def test_a_pipe_and_ci_get_plain_lines(tree, monkeypatch, tty, ci, expected):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    assert bool(live.Report(jobs.of(jobs.select(["001"], None), None)).live) == expected
+
+
 def test_fingerprints_move_with_what_they_name(tree, monkeypatch):
     idea = registry.find("001")
     before = fingerprint.of(idea)
