@@ -49,9 +49,10 @@ def start(root: Path, *args: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "loop", "nightly", *args]
     environment = {**os.environ, "PYTHONPATH": execute.python_path()}
     child = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (root / "here").exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300  # of a busy machine: loading alone may take a minute there
+    while not (root / "here").exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert (root / "here").exists()
     return child
 
 
