@@ -54,7 +54,9 @@ def ideas():
     from loop import registry
 
     table = Table("idea", "family", "spans", "status", "error")
-    for i in registry.all_ideas():
+    with console.waiting("loading every kernel"):
+        listed = registry.all_ideas()
+    for i in listed:
         table.add_row(
             i.name, i.family or "", ", ".join(i.spans), registry.front_matter(i.folder).get("status", ""), i.error or ""
         )
@@ -97,16 +99,16 @@ def bench(
     out: Out = None,
 ):
     """Check, then time arms against each other in one process; record and show the ratios."""
-    from loop import rows, runner
+    from loop import results, rows, runner
 
     listed, modes, names = runner.cases_of(family, case), runner.modes_of(mode), runner.split(impl)
-    against = runner.split(baseline) if baseline else ["000", *(n for n in names if n == "ship")]
+    against = runner.split(baseline) if baseline else results.default_baselines(names)
     writer = runner.writer(family, impl, out)
     with console.progress() as progress:
         found = runner.bench(family, names, listed, modes, against, blocks, writer, progress)
     console.show(runner.bench_table(found))
     console.say(f"rows: {writer.path}")
-    finish(rows.all_passed(found))
+    finish(rows.all_passed(found, names))  # a baseline that passes beside an arm that declined is no success
 
 
 measuring.add(app)
@@ -136,7 +138,9 @@ def board(
         from loop import page, run
 
         path = run.make_folder(out or run.out_folder() / "board") / "index.html"
-        print(run.shown(page.write(path, [r for r in found if r.family in families])))
+        with console.waiting("writing the pages"):
+            page.write(path, [r for r in found if r.family in families])
+        print(run.shown(path))
         return
     if as_json:
         print(json.dumps(work.entries(found, families), indent=1))

@@ -83,7 +83,8 @@ def _unknown(family: str, name: str, idea: str) -> ArmError:
     """What to say of a name that is no arm: the closest ones, and all there are, peers that are not here apart."""
     from loop import peers
 
-    ids = [i.id for i in registry.all_ideas() if i.id != registry.BASELINE and i.family in (family, None)]
+    listed = map(registry.glance, registry.folders())  # without loading a kernel: that takes seconds
+    ids = [i.id for i in listed if i.id != registry.BASELINE and i.family in (family, None)]
     known = [registry.BASELINE, "ship", *ids, *filter(peers.installed, peers.names(family))]
     absent = [peer for peer in peers.names(family) if peer not in known]
     said = f"arms are {', '.join(known)}, and 005+007, 005@000"
@@ -192,7 +193,7 @@ def _ship(family: str) -> Arm:
         "ship",
         family,
         what,
-        sources.ship(family),
+        sources.loaded(family),
         None,
         run,
         supports,
@@ -231,7 +232,7 @@ def _spliced(family: str, name: str, ideas: list[str], base: str) -> Arm:
         family,
         f"{'+'.join(ideas)} in {around}",
         sha,
-        sources.ship(family) if shipped else None,
+        sources.loaded(family) if shipped else None,
         plan_runner(family, plan_of),
         supports,
         lambda case: plan_of(case.problem(arch())).sources(),

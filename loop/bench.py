@@ -67,7 +67,7 @@ def bench(
             built = {name: arms.make(family, name), **built}
     checks = {} if checks is None else checks
     lanes, run = [Lane(arm) for arm in built.values()], Run()
-    cmd = cmd or results.command(family, list(built), case.id, mode, blocks)
+    cmd = cmd or results.command(family, list(built), case.id, mode, baselines, blocks)
     base = next(lane for lane in lanes if lane.arm.name == baselines[0])
     try:
         for lane in lanes:

@@ -50,7 +50,7 @@ def is_stale(row: rows.Row, current: dict | None = None) -> bool:
 def tree(row: rows.Row) -> str:
     """Which tree the row is of, and who says so: git itself, or whoever ran it where there is no git (`loop.env`)."""
     commit, source = row.env.get("git_commit"), row.env.get("git_source")
-    if not commit:
+    if not isinstance(commit, str) or not commit:
         return "unknown"
     said = {"git": "", "environment": " (from environment)"}.get(source, " (unknown source)")
     return commit[:7] + (" dirty" if row.env.get("git_dirty") else "") + said

@@ -5,7 +5,7 @@ them out as stacked bars for the page.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from loop import arms, cases, contract, env, inputs, registry, rows, steps
@@ -15,7 +15,7 @@ CHAINS = {"000": False, "ship": True}  # arm -> with the shipped kernels
 H200 = (9, 0)
 
 
-def measure(family: str, case_id: str, out: Path | None = None) -> Path:
+def measure(family: str, case_id: str, out: Path | None = None, progress: Callable = lambda *step: None) -> Path:
     """Profile the forward and backward of fla's stages and of the shipped chain; the file written.
 
     On a CPU the plain-torch chain stands for fla's, tiny cases only, and the file goes to out/. ValueError, in one
@@ -26,7 +26,10 @@ def measure(family: str, case_id: str, out: Path | None = None) -> Path:
     cases.require_device(case, device)
     given = inputs.make(case, 0, device)
     facts = {"family": family, "case": case.id, "device": env.device_name(), "utc": rows.utc_now()}
-    measured = {name: steps.times(family, case, given, shipped=shipped) for name, shipped in CHAINS.items()}
+    measured = {}
+    for done, (name, shipped) in enumerate(CHAINS.items()):
+        progress(f"stages of {name} on {case.id}", done, len(CHAINS))
+        measured[name] = steps.times(family, case, given, shipped=shipped)
     found = facts | {"versions": env.versions(), "arms": measured}
     folder = out or registry.root() / ("profiles" if device == "cuda" else "out/profiles")
     path = folder / f"stages-{family}-{case.id}.json"

@@ -5,9 +5,12 @@ bwd      `torch.autograd.grad` on the retained graph of a forward that ran befor
 fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
 """
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -77,6 +80,32 @@ def caller_ms(call: Callable) -> float:
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
+
+
+def launches(call: Callable[[], object]) -> list[dict]:
+    """What the driver gave each kernel of one warm call, in whatever language it was written, one dict a kernel and
+    launch shape: `kernel`, `registers` a thread, `shared` bytes a block, `grid` and `block`."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:  # the events that torch hands out leave these facts behind
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return launches_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def launches_of(trace: dict) -> list[dict]:
+    """The kernels of a trace, each launch shape once, in order."""
+    found = []
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel":
+            facts = event["args"]
+            one = {"kernel": event["name"], "registers": facts["registers per thread"],
+                   "shared": facts["shared memory"], "grid": facts["grid"], "block": facts["block"]}  # fmt: skip
+            if one not in found:
+                found.append(one)
+    return found
 
 
 def kernels(call: Callable[[], object], times: int) -> dict[str, tuple[float, int]]:

@@ -2,11 +2,19 @@
 
 import contextlib
 import errno
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 
 WIDTH = 200  # of tables that go to a file or a pipe
+PATIENCE = 2.0  # seconds that a command may be silent
+
+
+def watched(stream) -> bool:
+    """Does somebody look at a terminal there? Not in CI, some of which give a job one, whatever FORCE_COLOR says."""
+    return stream.isatty() and not os.environ.get("CI")
 
 
 def show(*things) -> None:
@@ -40,8 +48,7 @@ def _bar() -> Iterator:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not watched(sys.stderr):
         last = [""]
 
         def line(what: str, done: int, total: int) -> None:
@@ -52,9 +59,21 @@ def _bar() -> Iterator:
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what is being done, once it has taken longer than PATIENCE."""
+    timer = threading.Timer(PATIENCE, say, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def guarded(app: Callable) -> None:

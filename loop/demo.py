@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from loop import board, env, page, registry, rows, run, session
+from loop.console import waiting
 
 
 def demo(idea: str | None = None, out: Path | None = None) -> int:
     """Run it; returns 0 only if the idea passed. ValueError in one line for an unknown idea or an unwritable folder."""
     console = Console()
-    chosen = registry.find(idea) if idea else best()
+    with waiting("looking for an idea that runs here"):
+        chosen = registry.find(idea) if idea else best()
     device = env.device_name()
     where = (
         "this CPU: tiny cases, interpreted kernels, times that say nothing about a GPU" if device == "cpu" else device

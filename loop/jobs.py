@@ -34,6 +34,12 @@ def select(only: Sequence[str], family: str | None) -> list[registry.Idea]:
     return ideas
 
 
+def require_tier(tier: str | None) -> None:
+    """ValueError in one line for an unknown tier."""
+    if tier is not None and tier not in TIERS:
+        raise ValueError(f"tier {tier!r} is unknown; known: {', '.join(TIERS)}")
+
+
 def of(ideas: Sequence[registry.Idea], tier: str | None) -> list[Job]:
     """One job an idea, or with a tier one for each of its cases that this machine and the idea take.
 
@@ -41,8 +47,7 @@ def of(ideas: Sequence[registry.Idea], tier: str | None) -> list[Job]:
     """
     if tier is None:
         return [Job(idea) for idea in ideas]
-    if tier not in TIERS:
-        raise ValueError(f"tier {tier!r} is unknown; known: {', '.join(TIERS)}")
+    require_tier(tier)
     return [job for idea in ideas for job in _of_tier(idea, tier)]
 
 

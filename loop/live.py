@@ -1,5 +1,6 @@
 """Progress of a batch: a live table in a terminal, one line per event anywhere else."""
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from loop.console import watched
 from loop.jobs import Job
 from loop.run import RunResult
 
@@ -19,7 +21,7 @@ class Report:
     """Says what starts and how it ends, from any thread. A context manager: the live table stands while it is open."""
 
     def __init__(self, jobs: Sequence[Job], console: Console | None = None):
-        self.console, self.lock = console or Console(), threading.Lock()
+        self.console, self.lock = console or Console(force_terminal=watched(sys.stdout)), threading.Lock()
         self.lines = {job.name: ["waiting", "", "", ""] for job in jobs}
         self.began: dict[str, float] = {}
         self.live = None

@@ -25,7 +25,7 @@ def span(
     from loop import alone, registry, runner
 
     constants, names = alone.settings(set_ or ()), runner.split(ideas)
-    found, family = [], registry.find(names[0]).family
+    found, family = [], registry.load(names[0]).FAMILY
     with console.progress() as progress:
         for c in runner.cases_of(family, case):
             for name in names:
@@ -64,10 +64,12 @@ def profile(
 ):
     """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
     from loop import profile as work
-    from loop import registry, runner
+    from loop import registry, run, runner
 
     registry.folder(idea)
     (mode,) = runner.modes_of(mode)[:1]
+    if out:
+        run.make_folder(out)
     with console.progress() as progress:
         progress(f"profile {idea} on {case}", 0, 1)
         path = work.profile(idea, case, mode, out)
@@ -85,4 +87,6 @@ def stages(
     found = case or runner.cases_of(family, "primary")[0].id
     if out:
         run.make_folder(out)
-    print(run.shown(budget.measure(runner.family(family), found, out)))
+    with console.progress() as progress:
+        path = budget.measure(runner.family(family), found, out, progress)
+    print(run.shown(path))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from loop import batch, changes, env, fingerprint, gpus, jobs, page, rows, run, workers
+from loop import batch, changes, console, env, fingerprint, gpus, jobs, page, rows, run, workers
 from loop.live import Report
 
 IDEA_TIMEOUT = 3600.0  # seconds for one idea's process
@@ -47,10 +47,12 @@ def nightly(
     ValueError in one line for an unknown idea, family, tier, device, executor or kind, or a GPU that is taken.
     """
     refuse = changes.kinds(fail_on)
-    todo = jobs.of(jobs.select(only, family), tier)
+    jobs.require_tier(tier)
     places, run_id = gpus.choose(devices, jobs_at_once), rows.new_run_id()
     base = (out or run.out_folder()).resolve()
     runs = workers.executor(executor, base / "nightly" / run_id / "submitit", timeout)
+    with console.waiting("loading every kernel, to see what there is to run"):
+        todo = jobs.of(jobs.select(only, family), tier)
     with gpus.locked(places) as places:
         before = batch.earlier(base)
         facts = {"tier": tier, "device": env.device_name(), "devices": [p.name for p in places], "executor": executor}

@@ -5,6 +5,7 @@ Writes a markdown file and a plot under profiles/, with an empty "Reading" for t
 wants to know what bounds the kernel and what that explains.
 """
 
+import math
 import types
 from pathlib import Path
 
@@ -23,9 +24,7 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     """Profile the idea and 000 on a case; the file written. ValueError without a GPU, for an unknown case or a
     refused one.
     """
-    idea = registry.find(idea_id)
-    if idea.error:
-        raise registry.IdeaError(idea.error)
+    idea, module = registry.find(idea_id), registry.load(idea_id)  # the second says what is wrong with a kernel
     case = cases.get(idea.family, case_id)
     if not arms.on_gpu():
         raise ValueError("a profile needs a GPU, and torch finds none here")
@@ -37,16 +36,17 @@ def profile(idea_id: str, case_id: str, mode: str = "fwdbwd", out: Path | None =
     tables = {
         name: kernel_times(a, given, mode) for name, a in ((idea.name, arm), ("000", arms.make(idea.family, "000")))
     }
-    module = registry.load(idea.id)
     reached = spans(case, module, steps.times(idea.family, case, given, ideas=(module,)),
                     steps.times(idea.family, case, given))  # fmt: skip
+    launched = as_launched(calls.launches(calls.make(arm, given, mode)))
     counters = ncu.read(idea.id, case.id, mode)
     path = (out or root() / "profiles") / f"{idea.name}-{case.id}.md"
     kept = path.read_text(encoding="utf-8") if path.exists() else ""
     picture = plots.kernels(tables, f"{idea.name} on {case.id}, {mode}")
     replace(path.with_suffix(".svg"), picture.svg.encode())
     shown = f"![{picture.alt}]({path.stem}.svg)"
-    replace(path, text(idea, case, mode, tables, resources(module), kept, reached, counters, shown).encode())
+    written = text(idea, case, mode, tables, resources(module), kept, reached, counters, shown, launched)
+    replace(path, written.encode())
     return path
 
 
@@ -108,6 +108,21 @@ def resources(module: types.ModuleType) -> list[dict]:
     return found
 
 
+def as_launched(launches: list[dict]) -> list[dict]:
+    """A table's lines of what `calls.launches` gives, with the share of a multiprocessor's warps that fit at once."""
+    return [
+        {
+            "kernel": _short(one["kernel"]),
+            "registers": one["registers"],
+            "shared bytes": one["shared"],
+            "grid": " x ".join(map(str, one["grid"])),
+            "threads": math.prod(one["block"]),
+            "occupancy": _percent(occupancy(one["registers"], -(-math.prod(one["block"]) // 32), one["shared"])),
+        }
+        for one in launches
+    ]
+
+
 def occupancy(registers: int, warps: int, shared: int) -> float:
     """Warps that fit on a multiprocessor of sm_90 at once, as a share of its 64.
 
@@ -120,8 +135,9 @@ def occupancy(registers: int, warps: int, shared: int) -> float:
 
 
 def text(
-    idea, case, mode: str, tables: dict, compiled: list[dict], before: str = "", reached=(), counters=(), picture=""
-) -> str:
+    idea, case, mode: str, tables: dict, compiled: list[dict], before: str = "", reached=(), counters=(), picture="",
+    launched=(),
+) -> str:  # fmt: skip
     """The markdown; a reading already written in `before` is kept. `counters` is a list, or the reason for none."""
     from loop.promote import section
 
@@ -153,7 +169,8 @@ def text(
             f"| {_short(k)} | {ms:.3f} | {100 * ms / total:.1f} % | {count} |" for k, (ms, count) in kernels.items()
         ]
         lines.append("")
-    lines += _table("What the compiler gave", compiled)
+    lines += _table("As launched", launched)
+    lines += _table("What the compiler gave Triton's kernels", compiled)
     lines += ["## Counters", "", counters, ""] if isinstance(counters, str) else _table("Counters", counters)
     return "\n".join(lines)
 

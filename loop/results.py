@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from loop import arms, contract, env, rows, stats
 
@@ -9,9 +10,17 @@ IMPLAUSIBLE = 0.9  # a time below this share of the least bytes' time means that
 CACHE_MULTIPLE = 4  # that test needs tensors well beyond the L2
 
 
-def command(family: str, impls: list[str], case: str, mode: str, blocks: int | None = None) -> str:
+def default_baselines(impls: Sequence[str]) -> list[str]:
+    """What the arms are compared with unless told otherwise: fla, and the package where it is one of them."""
+    return ["000", *(name for name in impls if name == "ship")]
+
+
+def command(
+    family: str, impls: Sequence[str], case: str, mode: str, baselines: Sequence[str], blocks: int | None
+) -> str:
     """The command line that repeats a bench; the switches of fla it ran under are in the row's env."""
     line = f"python -m loop bench {family} --impl {','.join(impls)} --case {case} --mode {mode}"
+    line += "" if list(baselines) == default_baselines(impls) else f" --baseline {','.join(baselines)}"
     return line if blocks is None else f"{line} --blocks {blocks}"
 
 

@@ -11,10 +11,10 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -52,6 +52,8 @@ Status = Literal[
     "UNKNOWN_PARAMETER",
 ]
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # what shares and axes are divided by
+
 
 class Part(BaseModel):
     """Base of everything in a row: frozen, and a field it does not know is an error (a typo, or another schema)."""
@@ -83,17 +85,17 @@ class Perf(Part):
     """Times in ms per call, bytes over the inputs. Ratios are baseline / arm: above 1 the arm is faster."""
 
     verdict: Verdict
-    ratio: float
-    ci_low: float
-    ci_high: float
+    ratio: Positive
+    ci_low: Positive
+    ci_high: Positive
     coverage: float  # exact coverage of the interval
     dead_band: float
     aa_ratio: float  # the baseline against itself, in the same blocks
     aa_low: float
     aa_high: float
     cycles_ratio: float | None  # the ratio in SM cycles; None where the clocks are not known
-    ms: float
-    baseline_ms: float
+    ms: Positive
+    baseline_ms: Positive
     caller_ms: float | None  # one call as an idle caller sees it: launch latency included
     baseline_caller_ms: float | None
     floor_ms: float | None  # None on a device whose ceilings are not known
@@ -237,10 +239,11 @@ class Writer:
         return row
 
 
-def all_passed(found: Iterable[Row]) -> bool:
-    """Did a command succeed: something passed, and nothing failed except arms that said they do not take a case?"""
-    statuses = [row.status for row in found]
-    return "PASSED" in statuses and all(status in ("PASSED", "UNSUPPORTED") for status in statuses)
+def all_passed(found: Sequence[Row], asked: Iterable[str] | None = None) -> bool:
+    """Did a command succeed: an arm that was asked for (None: any) passed, and none failed but by declining a case?"""
+    passed = {row.arm for row in found if row.status == "PASSED"}
+    good = passed if asked is None else passed.intersection(asked)
+    return bool(good) and all(row.status in ("PASSED", "UNSUPPORTED") for row in found)
 
 
 class SkippedRows(UserWarning):
@@ -251,7 +254,7 @@ def parse(text: str) -> Row:
     """A row from one line. ValueError says in one line what is wrong with it."""
     try:
         raw = json.loads(text)
-    except json.JSONDecodeError as err:
+    except (json.JSONDecodeError, RecursionError) as err:
         raise ValueError("not JSON (cut short?)") from err
     if not isinstance(raw, dict) or "schema_version" not in raw:
         raise ValueError("not a row of this harness")
@@ -260,7 +263,7 @@ def parse(text: str) -> Row:
     if content_id(raw) != raw.get("row_id"):
         raise ValueError("edited after it was written (row_id does not match)")
     try:
-        return Row.model_validate(raw)
+        return Row.model_validate_json(text)  # json itself lets half a surrogate pair through
     except ValidationError as err:
         first = err.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -139,7 +139,7 @@ def bench(
             found += work.bench(
                 name, built, case, mode, checks=checks, baselines=baselines, blocks=blocks, writer=into, progress=say
             )
-            cmd = results.command(name, wanted, case.id, mode)
+            cmd = results.command(name, wanted, case.id, mode, baselines, blocks)
             facts = {"kind": "bench", "mode": mode, "baseline": baselines[0], "cmd": cmd, "run_id": into.run_id}
             found += [
                 into.write(_broken_row(name, impl, case, arm, **facts))

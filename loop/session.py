@@ -96,7 +96,7 @@ class Session:
                 baselines=baselines,
                 blocks=blocks,
                 seed=self.seed,
-                cmd=f"./ladder run {self.idea.id} -p case={self.case.id} -p mode={self.mode}",
+                cmd=f"./ladder run {self.idea.id} -p case={self.case.id} -p mode={self.mode} -p seed={self.seed}",
                 progress=progress,
             )
         return bench_table(self.rows, f"{self.case.id}, {self.mode}, on {inputs_device()}")

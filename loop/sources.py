@@ -47,6 +47,19 @@ def ship(family: str) -> str:
     return digest.hexdigest()
 
 
+_first_asked: dict[tuple, str] = {}
+
+
+def loaded(family: str) -> str:
+    """`ship`, for rows: of the source that this process runs. ValueError once a file has changed since it first asked:
+    the package is imported once, so a long-lived notebook would time the code of before under the hash of now.
+    """
+    now = ship(family)
+    if _first_asked.setdefault((registry.root(), family), now) != now:
+        raise ValueError("the package's source has changed since this process loaded it: restart the notebook's kernel")
+    return now
+
+
 def text(value: str) -> str:
     return hashlib.sha256(value.encode()).hexdigest()
 

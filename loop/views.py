@@ -156,9 +156,14 @@ def parent(front: dict) -> str:
 
 
 def prediction(hypothesis: str) -> str:
-    """The paragraphs of a hypothesis that begin with a prediction; without one its last."""
+    """The text under a hypothesis's heading for it, else the paragraphs that begin with it, or name it; else the last.
+    """
+    if under := re.search(r"^#+ *predict[^\n]*\n(.*?)(?=^#|\Z)", hypothesis, re.IGNORECASE | re.MULTILINE | re.DOTALL):
+        return under[1].strip()
     paragraphs = [p for p in re.split(r"\n\s*\n", hypothesis) if p.strip()]
-    return "\n\n".join([p for p in paragraphs if re.match(r"\W*(predict|expect)", p, re.IGNORECASE)] or paragraphs[-1:])
+    begin = [p for p in paragraphs if re.match(r"\W*(predict|expect)", p, re.IGNORECASE)]
+    name = [p for p in paragraphs if "predict" in p.lower()]
+    return "\n\n".join(begin or name or paragraphs[-1:])
 
 
 def errors(mine: Sequence[rows.Row]) -> list[dict]:

@@ -9,7 +9,7 @@
 idea = "000"
 case: str = ""  # a case of the idea's family; empty: a tiny one without a GPU, the primary one on a GPU
 mode: str = "fwdbwd"  # fwd, bwd or fwdbwd
-seed: int = 0  # of the check's first input set
+seed: int = 0  # of the inputs that are timed; a check draws fresh ones each time
 
 # %% tags=["loop:load"]
 from loop import session

@@ -290,3 +290,17 @@ def test_a_slip_of_an_idea_is_named_by_idea_span_and_tensor(add_idea, old, new, 
     assert (str(result.status), message in result.message) == (status, True), result.message
     (_, row) = bench.bench("kda", ["005"], CASE, "fwd", blocks=1)
     assert (row.status, message in row.reason) == (status, True), row.reason
+
+
+def test_a_package_that_changed_under_a_running_process_is_not_timed_as_what_it_is_now(ladder_root):
+    stage = ladder_root / "package/src/kernel_fun/kda/stages/k001.py"
+    stage.parent.mkdir(parents=True)
+    stage.write_text("ONE = 1\n")
+    first = arms.make("kda", "ship")
+    assert arms.make("kda", "ship").source_sha == first.source_sha == first.current_sha()
+    stage.write_text("ONE = 2\n")
+    assert first.current_sha() != first.source_sha
+    with pytest.raises(ValueError, match="restart the notebook's kernel"):
+        arms.make("kda", "ship")
+    stage.write_text("ONE = 1\n")
+    assert arms.make("kda", "ship").source_sha == first.source_sha

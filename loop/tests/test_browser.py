@@ -70,6 +70,7 @@ def test_it_is_readable_on_a_phone_and_in_the_dark(index, tmp_path, dark):
         if path:
             index.open(index.evaluate(path))
         assert index.evaluate("document.documentElement.scrollWidth") <= 390  # nothing sticks out: tables scroll inside
+        assert index.evaluate("[...document.querySelectorAll('nav a')].every(a => a.getClientRects().length === 1)")
         ink, paper = (
             index.evaluate(f"getComputedStyle(document.body).{what}.match(/\\d+/g).map(Number)")
             for what in ("color", "backgroundColor")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -73,6 +74,8 @@ def test_as_a_module():
         ("nightly --accept=", "no batch ''"),
         ("check kda --impl 005+005 --case tiny", "arm '005+005': 005 would not run"),
         ("profile 008 --case tiny", "no idea '008'"),
+        ("profile 005 --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
+        ("span 008 --case tiny", "no idea '008'"),
         ("stages kda --case tinny", "case 'tinny' is unknown in kda"),
         ("stages kda --case tiny --out /dev/null/x", "cannot write to /dev/null/x: Not a directory; give another"),
         ("board --family kdb", "family 'kdb' is unknown"),
@@ -106,11 +109,12 @@ def test_one_seed_is_refused_before_anything_runs(ladder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_on_a_cpu_says_nothing_but_where_they_are(tmp_path):
+def test_stages_on_a_cpu_say_where_they_are(tmp_path):
     """In a process of its own: the profiler writes to stderr itself."""
     command = [sys.executable, "-m", "loop", "stages", "kda", "--case", "tiny_safe", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=registry.root(), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr if not torch.cuda.is_available() else "") == (0, "")
+    steps = "stages of 000 on tiny_safe\nstages of ship on tiny_safe\n"
+    assert (done.returncode, done.stderr if not torch.cuda.is_available() else steps) == (0, steps)
     assert done.stdout == f"{tmp_path}/stages-kda-tiny_safe.json\n"
 
 
@@ -193,6 +197,45 @@ def test_failures_are_rows_and_the_code_is_1(ladder, add_idea, tmp_path):
     assert "WRONG_VALUE" in out
     base, bad = rows.read(tmp_path)
     assert (base.status, bad.status, bad.perf) == ("PASSED", "WRONG_VALUE", None)
+
+
+def test_a_baseline_that_passes_beside_an_arm_that_declined_is_no_success(ladder, add_idea, tmp_path):
+    from loop.tests.conftest import GOOD_KERNEL
+
+    add_idea(source=GOOD_KERNEL.replace("p.K <= 256", "p.K > 256"))
+    for impl, expected in (("005", 1), ("000,005", 0)):
+        flags = ("--case", "tiny", "--mode", "fwd", "--blocks", "1", "--out", str(tmp_path / impl))
+        code, out, err = ladder("bench", "kda", "--impl", impl, *flags)
+        assert code == expected, err
+        assert "UNSUPPORTED" in out
+        assert [r.status for r in rows.read(tmp_path / impl)] == ["PASSED", "UNSUPPORTED"]
+
+
+def test_fla_itself_has_no_span_and_no_profile(ladder, ladder_root):
+    (ladder_root / "ideas/000-fla").mkdir()
+    for command in ("span", "profile"):
+        code, out, err = ladder(command, "000", "--case", "tiny")
+        assert (code, out) == (2, "")
+        assert err.endswith("error: ideas/000-fla is fla itself and has no kernel\n")
+
+
+def test_an_unknown_arm_is_answered_without_loading_a_kernel(ladder, add_idea, monkeypatch):
+    add_idea()
+    monkeypatch.setattr(registry, "load", lambda idea: pytest.fail(f"loaded {idea}"))
+    code, _, err = ladder("check", "kda", "--impl", "006", "--case", "tiny")
+    assert code == 2
+    assert "did you mean 005" in err
+
+
+def test_a_command_that_takes_long_says_what_it_does(ladder, add_idea, monkeypatch):
+    from loop import console
+
+    add_idea()
+    assert ladder("ideas")[2] == ""
+    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    real = registry.all_ideas
+    monkeypatch.setattr(registry, "all_ideas", lambda *names: time.sleep(0.2) or real(*names))
+    assert ladder("ideas")[2] == "loading every kernel\n"
 
 
 @pytest.mark.parametrize("command", ["check", "bench", "firstcall"])

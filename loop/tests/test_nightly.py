@@ -49,9 +49,10 @@ def start(root: Path, *args: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "loop", "nightly", *args]
     environment = {**os.environ, "PYTHONPATH": execute.python_path()}
     child = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (root / "here").exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300  # of a busy machine: loading alone may take a minute there
+    while not (root / "here").exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert (root / "here").exists()
     return child
 
 
@@ -120,6 +121,14 @@ def test_selection_and_tiers(tree, add_idea):
     assert jobs.of(ideas, "smoke")[0].run_id("b") == "b-001-tiny"
     with pytest.raises(ValueError, match="tier 'all' is unknown"):
         jobs.of(ideas, "all")
+
+
+def test_bad_input_is_refused_before_a_kernel_is_loaded(tree, monkeypatch):
+    monkeypatch.setattr(registry, "all_ideas", lambda *names: pytest.fail("loaded"))
+    bad = {"tier": "all", "executor": "ssh", "devices": "x", "jobs_at_once": 0, "family": "gdn", "fail_on": "slow"}
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=str(value)):
+            nightly.nightly(**{name: value})
 
 
 def test_an_idea_that_does_not_import_is_run_and_fails(tree, add_idea):
@@ -225,6 +234,14 @@ def test_a_terminal_gets_a_live_table(tree):
     text = report.console.file.getvalue()
     assert "2 of 3 done" in text
     assert all(word in text for word in ("001-good", "x[/y] is not [bold]", "kept", "running", "0 s", "\x1b["))
+
+
+@pytest.mark.parametrize(("tty", "ci", "expected"), [(True, "", True), (True, "true", False), (False, "", False)])
+def test_a_pipe_and_ci_get_plain_lines(tree, monkeypatch, tty, ci, expected):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    assert bool(live.Report(jobs.of(jobs.select(["001"], None), None)).live) == expected
 
 
 def test_fingerprints_move_with_what_they_name(tree, monkeypatch):

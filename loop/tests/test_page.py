@@ -184,6 +184,8 @@ def test_an_ideas_page(written):
 def test_predictions_are_found():
     assert views.prediction("Why.\n\nPredicted ratio: 2.\n\nMore.") == "Predicted ratio: 2."
     assert views.prediction("Why.\n\nSo 1.3.") == "So 1.3."
+    assert views.prediction("Why.\n\n| ms | predicted |\n\nBytes: 3.") == "| ms | predicted |"
+    assert views.prediction("Why.\n\n### Prediction\n\n2 ms.\n\n| a |\n\n### Cost\n\nMore.") == "2 ms.\n\n| a |"
     assert views.prediction("") == ""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import loop.tests.notebook_tools  # noqa: F401
-from loop import cases, ncu, plots, profile, promote, registry, steps
+from loop import calls, cases, ncu, plots, profile, promote, registry, steps
 
 TABLES = {"005-sum-heads": {"mine": (2.0, 1), "fla_b": (1.0, 2)}, "000": {"fla_a": (6.0, 1)}}
 
@@ -23,6 +23,19 @@ def test_resources_are_read_through_wrappers():
 def test_a_kernel_that_was_never_launched_has_no_report():
     cache = {0: ({"x": types.SimpleNamespace(n_regs=None)},)}
     assert profile.resources(types.SimpleNamespace(k=types.SimpleNamespace(device_caches=cache))) == []
+
+
+def test_what_a_kernel_was_launched_with_is_read_from_the_trace():
+    """Of kernels in the CuTe DSL, too, which have no cache to ask as Triton's have."""
+    facts = {"registers per thread": 168, "shared memory": 58368, "grid": [4, 16, 1], "block": [128, 2, 1]}
+    facts |= {"blocks per SM": 0.5, "stream": 7, "est. achieved occupancy %": 12}
+    event = {"ph": "X", "cat": "kernel", "name": "front|a", "ts": 1.0, "dur": 2.0, "args": facts}
+    copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy", "args": {"bytes": 4}}
+    other = event | {"args": facts | {"grid": [1, 1, 1]}}
+    found = calls.launches_of({"traceEvents": [{"ph": "M", "name": "process_name"}, event, copy, event, other]})
+    assert [one["grid"] for one in found] == [[4, 16, 1], [1, 1, 1]]
+    line = {"kernel": "front\\|a", "registers": 168, "shared bytes": 58368, "grid": "4 x 16 x 1", "threads": 256}
+    assert profile.as_launched(found)[0] == line | {"occupancy": "12 %"}
 
 
 def test_the_text_asks_for_a_reading_and_keeps_one(add_idea):
@@ -63,6 +76,17 @@ def test_on_a_gpu_the_kernels_of_a_call_are_listed():
     assert all(ms > 0 for ms, _ in times.values())
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_launch_has_its_registers_and_shared_memory():
+    import torch.nn.functional as F
+
+    x = torch.randn(512, 512, device="cuda")
+    F.softmax(x, -1)
+    (one,) = profile.as_launched(calls.launches(lambda: F.softmax(x, -1)))
+    assert one["registers"] > 0
+    assert one["threads"] > 0
+
+
 def test_kernels_are_counted_where_they_start():
     def event(name, start, end, device=torch.autograd.DeviceType.CUDA):
         times = types.SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
@@ -101,8 +125,9 @@ def test_the_text_has_every_table_and_the_plot(add_idea):
     assert picture.alt == "005 on tiny: 005-sum-heads 3.000 ms, the slowest mine; 000 6.000 ms, the slowest fla_a"
     shown = f"![{picture.alt}](x.svg)"
     reached, counters = [{"span": "a", "ms": 1}], [{"kernel": "k", "time": 2}]
-    made = profile.text(idea, case, "fwd", TABLES, [], "", reached, counters, shown)
-    assert all(part in made for part in (shown, "## Spans against", "| a | 1 |", "## Counters", "| k | 2 |"))
+    made = profile.text(idea, case, "fwd", TABLES, [], "", reached, counters, shown, [{"kernel": "k", "threads": 1}])
+    heads = ("## Spans against", "## As launched", "## Counters")
+    assert all(part in made for part in (shown, *heads, "| a | 1 |", "| k | 1 |", "| k | 2 |"))
     assert "## Counters\n\nNone: why" in profile.text(idea, case, "fwd", TABLES, [], counters="None: why")
 
 

@@ -115,6 +115,12 @@ def damaged(text, kind):
         return '{"latency_ms": 3}'
     if kind == "list":
         return "[1, 2]"
+    if kind == "deep":
+        return "[" * 100_000
+    if kind in ("no time", "no number", "half a pair"):
+        name, value = {"no time": ("ms", 0.0), "no number": ("ratio", float("nan"))}.get(kind, ("timer_note", "\ud800"))
+        raw["perf"][name] = value
+        raw["row_id"] = rows.content_id(raw)
     if kind == "newer":
         raw["schema_version"] = rows.SCHEMA + 1
     if kind == "edited":
@@ -134,6 +140,10 @@ def damaged(text, kind):
         ("newer", "schema 2 is newer"),
         ("edited", "edited after"),
         ("other fields", "surprise"),
+        ("deep", "not JSON"),
+        ("no time", r"perf\.ms: .*greater than 0"),
+        ("no number", r"perf\.ratio: .*finite"),
+        ("half a pair", "hex escape"),
     ],
 )
 def test_reader_skips_by_name(tmp_path, kind, message):
