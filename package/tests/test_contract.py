@@ -1,6 +1,7 @@
 """fla's contract: signatures, every argument handled or declined with a reason, errors, None and dtype patterns."""
 import inspect
 import math
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -216,6 +217,16 @@ def test_kda_errors_have_flas_types(name):
         pytest.skip("fla before 0.6 takes A_log=None as far as its kernels")
     with pytest.raises(error):
         fla_function("kda")(**tensors, **flags)
+
+
+@pytest.mark.parametrize("wrong", ["initial_state", "output_final_state", "cu_seqlens"])
+def test_errors_of_what_goes_to_fla_are_flas(wrong):
+    """Context parallelism takes no states and needs packed sequences: fla's own word for it comes through."""
+    tensors, _ = kda(h0=wrong == "initial_state", dtype=torch.float32)
+    context = SimpleNamespace(cu_seqlens=None, cu_seqlens_cpu=None)
+    for function in (chunk_kda, fla_function("kda")):
+        with pytest.raises(AssertionError, match="for CP"):
+            function(**tensors, cp_context=context, output_final_state=wrong == "output_final_state")
 
 
 @pytest.mark.parametrize("name", ["scale", "lower_bound"])
