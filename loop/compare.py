@@ -120,15 +120,17 @@ def _size(d: Difference) -> float:
 def limit(budget: float, fla: float | None, numbers: int) -> float:
     """The largest error allowed for an output of `numbers` entries.
 
-    A quotient of errors over few numbers scatters by about 1/sqrt(numbers), so both tests are loosened by three times
-    that: the budget for a handful only (dA_log has one entry a head), the comparison with fla always."""
+    An error over n numbers scatters by about 1/sqrt(n) of itself, and the logarithm of a quotient of two by about
+    1/sqrt(n - 1) (Fisher's z), so both tests are loosened by three times that: the budget for a handful only (dA_log
+    has one entry a head), the comparison with fla always."""
     scatter = 3 / math.sqrt(max(numbers, 1))
     allowed = budget * (1 + scatter) if numbers <= HANDFUL else budget
     if fla is None or not math.isfinite(fla):
         return allowed
+    luck = math.exp(3 / math.sqrt(max(numbers - 1, 1)))
     if fla > budget:
-        return max(allowed, fla * (1 + scatter))
-    return max(min(allowed, (FLA_FACTOR + scatter) * fla), FREE_SHARE * budget)
+        return max(allowed, fla * luck)
+    return max(min(allowed, FLA_FACTOR * luck * fla), FREE_SHARE * budget)
 
 
 def judge(family: str, name: str, p, ours: list[Difference], fla: list[Difference] | None = None) -> OutputError:

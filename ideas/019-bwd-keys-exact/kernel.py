@@ -6,15 +6,12 @@ Delta: pairs in the same 16 rows. Their operands are two bf16 numbers each, and 
     already. What the value side drops of D and E there, 32 bytes a row, comes in a tensor of its own, and waits in
     their rows to the right of the diagonal. What is above the diagonal is neither written nor read. Row sources are
     formed while q, D and E still arrive. Grouped heads leave bf16 partials without the norm; one kernel sums a group
-    and applies the norm to the sum. q and k are read as they are given: 1 over their norms is a factor of what the
-    value side hands over, and comes to the gradients with it.
+    and applies the norm to the sum.
 Why it should be faster: grouped heads move 1.6 GB instead of 3.5 at B4 T8192 H16 HV32, in one launch instead of four.
-    The forward need not write q and k normed, nor keep them: 4 bytes a key element. Otherwise it is not: it is
-    more exact. With strong gates a term of dg carried three roundings to bf16 more than fla's (D, and both operands),
-    which cost the case strong_mask its limit.
+    Otherwise it is not: it is more exact. With strong gates a term of dg carried three roundings to bf16 more than
+    fla's (D, and both operands), which cost the case strong_mask its limit.
 Constraints: sm_90, K = 128, V a multiple of 64, bf16. Any gate (exponents are <= 0, or within 112 of 0), any T, packed
-    sequences, GVA; token and state rows below 2^31 (descriptors take 32-bit coordinates). Where a chunk's decay
-    calls for operands of 2^112, q and k as given must be below 2^15, and D and E over any one norm below 2^16.
+    sequences, GVA; token and state rows below 2^31 (descriptors take 32-bit coordinates).
 """
 
 import functools
@@ -65,6 +62,7 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _as_source,
     _as_target,
     _below,
+    _close_norm,
     _copy_gate,
     _copy_inputs,
     _gate_bwd,
@@ -72,7 +70,6 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _packed,
     _quads,
     _raw_gate,
-    _sources,
     _Sums,
     _times,
     _turned,
@@ -89,7 +86,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since Tr
 # Slabs of 64 columns pass through a ring of STAGES stages: [do; dv], [v_new; v], both [128,64], and [h; dh], [2K,64].
 # After its V // 64 slabs a chunk's gk, [64,K], takes a stage too, and then the chunk's sums leave through that. Akk is
 # fetched with a chunk's first slab; copies are never further ahead than the next chunk, so it has two buffers. All
-# as in 011, but for the last stores, and for 1 over the norms of q and k, by which all that leaves is multiplied here.
+# as in 011, but for the last stores.
 @gluon.jit
 def _chunk(i, walk, HV: gl.constexpr, IS_VARLEN: gl.constexpr):
     """Whether the program has an i-th chunk and head; its (or else the last) chunk, head, first token, tokens."""
@@ -136,14 +133,6 @@ def _fetch(ring, now, i, at, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr)
 
 
 @gluon.jit
-def _factors(q_rstd, k_rstd, row, i_hv, n_t, o_a, HV: gl.constexpr, H: gl.constexpr):
-    """1 over the norms of a chunk's 64 rows of q, and then of k; 0 from row n_t on."""
-    o_n, b_here = row * H + i_hv // (HV // H) + o_a % 64 * H, o_a % 64 < n_t
-    b_q = gl.load(q_rstd + o_n, mask=b_here & (o_a < 64), other=0.0)
-    return b_q + gl.load(k_rstd + o_n, mask=b_here & (o_a >= 64), other=0.0)
-
-
-@gluon.jit
 def _zero_rows(tile, n_t, L: gl.constexpr):
     """Zero, in place, the rows of a [64,64] tile from n_t on."""
     o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
@@ -163,9 +152,9 @@ def _put(x, tile, n_t, STRIDE: gl.constexpr, C: gl.constexpr, LOWER: gl.constexp
 
 @gluon.jit(do_not_specialize=["T", "total", "programs"])
 def value_kernel(
-    d_do, d_dv, d_vn, d_v, d_A, d_h, d_dh, d_g, gk, beta, q_rstd, k_rstd, xq, xu, xd, D, E, rest, rows, tail, dv_out,
-    cu_seqlens, chunk_indices, scale, T, total, programs, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, NORM: gl.constexpr, IS_VARLEN: gl.constexpr, STAGES: gl.constexpr,
+    d_do, d_dv, d_vn, d_v, d_A, d_h, d_dh, d_g, gk, beta, xq, xu, xd, D, E, rest, rows, tail, dv_out, cu_seqlens,
+    chunk_indices, scale, T, total, programs, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    IS_VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):
     DT: gl.constexpr = d_do.dtype
     NV: gl.constexpr = V // 64
@@ -175,13 +164,11 @@ def value_kernel(
     C64: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     CK: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [8, 1], [1, 0])
     CR: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [8, 1], [1, 0])
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     pairs = gl.allocate_shared_memory(DT, [STAGES, 128, 64], d_do.layout)
     values = gl.allocate_shared_memory(DT, [STAGES, 128, 64], d_do.layout)
     states = gl.allocate_shared_memory(DT, [STAGES, 2 * K, 64], d_h.layout)
     A = gl.allocate_shared_memory(DT, [2, 64, 64], d_A.layout)
     out = gl.allocate_shared_memory(DT, [64, 64], d_do.layout)
-    s_f = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ring = (d_do, d_dv, d_vn, d_v, d_A, d_h, d_dh, d_g, pairs, values, states, A, bars)
     walk = (gl.program_id(0), programs, total, cu_seqlens, chunk_indices, T)
@@ -195,11 +182,8 @@ def value_kernel(
     o_y, o_h = gl.arange(0, 64, layout=gl.SliceLayout(1, SY)), gl.arange(0, K, layout=gl.SliceLayout(1, C64))
     o_p = gl.arange(0, 128, layout=gl.SliceLayout(1, CR))
     o_rest = (o_p % 64 * (HV * 16) + o_p // 64 * 8)[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, CR))[None, :]
-    o_f = gl.arange(0, 128, layout=L)
     i_s = 0  # stages used so far
     _, _, i_hv, row, n_t = _chunk(0, walk, HV, IS_VARLEN)
-    if NORM:
-        s_f.store(_factors(q_rstd, k_rstd, row, i_hv, n_t, o_f, HV, H))
     b_beta = gl.load(beta + row * HV + i_hv + o_y * HV, mask=o_y < n_t, other=0.0).to(gl.float32)
     for j in range((total - gl.program_id(0) + programs - 1) // programs):
         _, i_c, i_hv, _, _ = _chunk(j, walk, HV, IS_VARLEN)  # what needs loads has been loaded one chunk earlier
@@ -251,18 +235,11 @@ def value_kernel(
         b_gn, b_gh = gl.load(p_gn + o_k), gl.load(p_gn + o_h)
         ahead, p_beta = _chunk((i_s + STAGES) // (NV + 1), walk, HV, IS_VARLEN), beta + next_row * HV + next_hv
         next_beta = gl.load(p_beta + o_y * HV, mask=o_y < next_n_t, other=0.0).to(gl.float32)
-        b_row, b_q, b_k = b_sign, scale, -1.0
-        if NORM:  # of D and E both sides of each pair
-            next_f = _factors(q_rstd, k_rstd, next_row, next_hv, next_n_t, o_f, HV, H)
-            b_row = b_sign * s_f.load(gl.SliceLayout(1, S64))
-            b_a *= s_f.slice(64, 64).load(gl.SliceLayout(0, S64))[None, :]
-            b_q = scale * s_f.slice(0, 64).load(gl.SliceLayout(1, SX))[:, None]
-            b_k = -s_f.slice(64, 64).load(gl.SliceLayout(1, SX))[:, None]
         g = states.index(now)._reinterpret(gl.float32, [64, K], d_g.layout)
         s_x = states.index(now)._reinterpret(DT, [2, 64, K], d_h.layout)
         s_xd, s_a = values.index(now)._reinterpret(DT, [64, K], d_h.layout), pairs.index(now)
-        b_diag = gl.sum(gl.where(o_a[:, None] == o_s[None, :], b_a, 0.0), 1) * b_row
-        b_a = gl.where((o_a % 64)[:, None] > o_s[None, :], b_a * b_row[:, None], 0.0)
+        b_diag = gl.sum(gl.where(o_a[:, None] == o_s[None, :], b_a, 0.0), 1) * scale
+        b_a = gl.where((o_a % 64)[:, None] > o_s[None, :], b_a * b_sign[:, None], 0.0)
         s_a.store(b_a.to(DT))
         # what 8 bits leave of the pairs in the same 8 rows
         b_near = gl.where((o_a % 64 // 8)[:, None] == (o_s // 8)[None, :], b_a, 0.0)
@@ -274,12 +251,10 @@ def value_kernel(
         mbarrier.wait(bars.index(now), i_s // STAGES & 1)
         b_up = gl.exp2(g.load(SX))
         b_down = gl.exp2(b_gn[:, None] - g.permute((1, 0)).load(S64))
-        if NORM:
-            b_down *= s_f.slice(64, 64).load(gl.SliceLayout(0, S64))[None, :]
         s_xd.permute((1, 0)).store((b_xd * b_down).to(DT))
         barrier()  # everybody has read gk
-        s_x.index(0).store((b_xq * (b_up * b_q)).to(DT))
-        s_x.index(1).store((b_xu * (b_up * b_k)).to(DT))
+        s_x.index(0).store((b_xq * (b_up * scale)).to(DT))
+        s_x.index(1).store((b_xu * (0.0 - b_up)).to(DT))
         gl.store(tail + (i_c * HV + i_hv) * K + o_h, gl.exp2(b_gh) * b_hh)
         barrier()
         _put(xq + head * K, s_x.index(0), n_t, HV * K, K, False, CK)
@@ -290,8 +265,6 @@ def value_kernel(
         fence_async_shared()
         barrier()
         _fetch(ring, now, i_s + STAGES, ahead, HV, K, V)
-        if NORM:
-            s_f.store(next_f)
         i_s, row, n_t, b_beta = i_s + 1, next_row, next_n_t, next_beta
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
@@ -300,8 +273,7 @@ def value_kernel(
 # ============================================================================================== a group's key gradients
 @triton.jit
 def _group(partial, x, rstd, out, o_r, live, G: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
-    """Partials [rows,G,K] summed over G, and taken through the norm of x where there is one, except that they have the
-    factor rstd already; 0 where not live."""
+    """Partials [rows,G,K] summed over G, and taken through the norm of x where there is one; 0 where not live."""
     o_k = tl.arange(0, K)[None, :]
     b_d = tl.zeros([o_r.shape[0], K], tl.float32)
     for j in tl.static_range(G):
@@ -309,7 +281,7 @@ def _group(partial, x, rstd, out, o_r, live, G: tl.constexpr, K: tl.constexpr, N
     if NORM:
         b_rstd = tl.load(rstd + o_r, mask=live, other=0.0)[:, None]
         b_x = tl.load(x + o_r[:, None] * K + o_k, mask=live[:, None], other=0.0).to(tl.float32) * b_rstd
-        b_d -= b_x * tl.sum(b_x * b_d, 1)[:, None]
+        b_d = b_rstd * (b_d - b_x * tl.sum(b_x * b_d, 1)[:, None])
     return b_d.to(out.dtype.element_ty)
 
 
@@ -367,6 +339,30 @@ def _start(cfg, io, at, tid, n_t):
     _copy_gate(cfg, io, at, 3)
 
 
+def _sources(cfg, at):
+    """Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk)) as B fragments, [jj][row].
+    Leaves the decays from one block's end to the next in shared memory; returns also what all rows' dg share."""
+    ends = [ptx.lds4(at.column + GK + (2 * a + 1) * 512 + 7 * 64) for a in range(3)]
+    total, sources = ptx.zeros(4), []
+    for b in range(4):
+        rows = []
+        for i in range(2):
+            k, pd = (_quads(ptx.lds2(at.pair + place + (2 * b + i) * 256)) for place in (KEYS, XD))
+            if cfg.scaled:
+                k = _times(k, [ptx.lds1(at.rows + (2 * b + i) * 128 + 12)] * 4)
+            total = [t + x * y for t, x, y in zip(total, k, pd, strict=True)]
+            if b < 3:
+                rows.append(_times(k, _below(ends[b], ptx.lds4(at.lane + GK + (2 * b + i) * 512))))
+        if b < 3:
+            sources.append([_turned(_packed(rows[0][n : n + 2] + rows[1][n : n + 2])) for n in (0, 2)])
+    tail = ptx.lds4(at.column + EDGE + 64)
+    shared = [ptx.sum_lanes(x, 4, 8, 16) + y for x, y in zip(total, tail, strict=True)]
+    ptx.sync_warp()
+    for m in (1, 2):
+        ptx.sts4(at.column + EDGE + 64 * m - 64, _below(ends[m], ends[m - 1]))
+    return sources, shared
+
+
 def _split(x, f):
     """x f as the sum of two bf16, both as B fragments, a row each."""
     y = _times(x, f)
@@ -414,18 +410,20 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
     """Everything of the warp's columns but dbeta; returns their share of dA_log."""
     ptx.wait_group(2)
     ptx.sync_cta()
-    sources, shared = _sources(at)
+    sources, shared = _sources(cfg, at)
     ptx.wait_group(1)  # all but the raw gate, which a thread copies for itself, as the inputs of the blocks to come
     ptx.sync_cta()
     targets, db_rows, dA, dbias = [[None, None] for _ in range(4)], [None] * 4, Float32(0.0), ptx.zeros(4)
     for b in (3, 2, 1, 0):
         qk = [[*ptx.lds2(at.pair + j * 256), *ptx.lds2(at.pair + KEYS + j * 256)] for j in (2 * b, 2 * b + 1)]
-        beta, diag, _, _ = zip(*[ptx.lds4(at.rows + (16 * b + 8 * i) * 16) for i in range(2)], strict=True)
+        beta, diag, *rstd = zip(*[ptx.lds4(at.rows + (16 * b + 8 * i) * 16) for i in range(2)], strict=True)
         db, qd, kd = ptx.zeros(2), ptx.zeros(2), ptx.zeros(2)
         ptx.wait_group(1)
         stash, dg = [[], []], [[], []]
         for jj in range(2):
             q, k = ([y for x in qk for y in ptx.unpack(x[n + jj])] for n in (0, 2))
+            if cfg.scaled:
+                q, k = (_times(x, [r[0], r[0], r[1], r[1]]) for x, r in zip((q, k), rstd, strict=True))
             g = [y for i in range(2) for y in ptx.lds2f(at.lane + GK + (2 * b + i) * 512 + jj * 8)]
             kb = [k[n] * beta[n // 2] for n in range(4)]
             sums = _Sums()
@@ -455,8 +453,8 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
         ptx.sync_warp()  # everybody has read gk of this block: dq and dk take its place
         for i in range(2):
             ptx.sts_frag(at.lane + GK + (2 * b + i) * 512, [x[i + 2 * jj] for x in stash for jj in range(2)])
-        if cfg.l2norm:
-            ptx.sts4(at.lane + XD + b * 512, [*qd, *kd])
+        if cfg.l2norm:  # once more times rstd, as the norm's gradient multiplies them by the rows given
+            ptx.sts4(at.lane + XD + b * 512, [x * y for x, y in zip((*qd, *kd), (*rstd[0], *rstd[1]), strict=True)])
         mine, other = (ptx.pick(at.odd, db[i], db[1 - i]) for i in (1, 0))  # an odd lane keeps row r + 8
         db_rows[b] = ptx.sum_lanes(mine + ptx.exchange(other, 1), 2)
 
@@ -490,35 +488,10 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
     return ptx.sum_lanes(dA * (LN_2 if cfg.gate == "softplus" else 1.0), 1, 2, 4, 8, 16)
 
 
-def _close_norm(cfg, io, at):
-    """dq and dk of the warp's columns, from shared memory; where there is a norm, less y <y, dy> rstd^2, y being a row
-    of q or k as given: rstd (dy' - y' <y', dy'>) with y' = rstd y, where dy has its factor rstd already."""
-    if cfg.l2norm:  # the row dots of all warps: a warp sums one of q and k in one block of rows
-        parts = [ptx.lds2f(at.dots + other * WARP) for other in range(8)]
-        dots = [ptx.sum_lanes(sum(x[1:], x[0]), 1, 2) for x in zip(*parts, strict=True)]
-        ptx.sts2(at.sums, [ptx.lds1(at.squares + i * 128) * x for i, x in enumerate(dots)])
-        ptx.sync_cta()
-    for b in range(4):
-        if cfg.l2norm:
-            s = ptx.lds4(at.norm + b * 128)
-        for i in range(2):
-            j, row = 2 * b + i, 16 * b + 8 * i
-            packed = ptx.lds_frag(at.lane + GK + j * 512)
-            if cfg.l2norm:
-                y = [*ptx.lds2(at.pair + j * 256), *ptx.lds2(at.pair + KEYS + j * 256)]
-                dq = [d - x * s[i] for d, x in zip(_quads(packed[:2]), _quads(y[:2]), strict=True)]
-                dk = [d - x * s[2 + i] for d, x in zip(_quads(packed[2:]), _quads(y[2:]), strict=True)]
-                packed = [ptx.pack(x[n], x[n + 1]) for x in (dq, dk) for n in (0, 2)]
-            for base, x in ((io.dq, packed[:2]), (io.dk, packed[2:])):
-                ptx.store_row("b32", base + at.g * 2, row * at.sG * 2, at.left, row, *x)
-
-
 def _place(mine, smem, tid, warp, lane, n_t):
-    """015's addresses; but `diagonal` is that of D's and E's same 8 x 8 block, and of what is to the right of each.
-    `squares` has rstd^2 of the first of the two rows whose dots the thread sums in the end."""
+    """015's addresses; but `diagonal` is that of D's and E's same 8 x 8 block, and of what is to the right of each."""
     _parents_places(mine, smem, tid, warp, lane, n_t)
     part = lane // 8
-    mine.squares = mine.matrices + 2 * 64 * PITCH + (warp // 2 * 16 + lane // 4) * 16 + 8 + warp % 2 * 4
     mine.diagonal = mine.matrices + lane % 8 * PITCH + part // 2 * 16 + part % 2 * 64 * PITCH
 
 
@@ -556,8 +529,8 @@ def _kernel(
     row = Int64(cutlass.min(tid % 64, n_t - 1))
     token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
     values = [Float32(mBeta[token]), Float32(mRows[2 * token]), zero, zero]
-    if const_expr(cfg.l2norm):
-        values[2:] = [x * x for x in (Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H]))]
+    if const_expr(cfg.scaled):
+        values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
@@ -583,9 +556,11 @@ class _Config:
     """What the kernel is specialised for."""
 
     def __init__(self, varlen, gate, l2norm, beta_sigmoid, has_A, has_bias, g_bytes, H, HV):
-        self.varlen, self.gate, self.l2norm, self.beta_sigmoid = varlen, gate, l2norm, beta_sigmoid
+        self.varlen, self.gate, self.beta_sigmoid = varlen, gate, beta_sigmoid
+        self.scaled, self.l2norm = l2norm, l2norm and H == HV  # rows are normed here; so is, for 015, their gradient
         self.has_A, self.has_bias, self.g_bytes = has_A, has_bias, g_bytes
         self.H, self.HV = H, HV
+        self.dq_bytes = 2
 
 
 def _launcher(cfg):
@@ -613,12 +588,11 @@ def _compile(cfg_key, dtypes):
     return cutecall.compile_for(_launcher(_Config(*cfg_key)), dtypes, numbers)
 
 
-def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, q_rstd, k_rstd, p, cu_seqlens, chunk_indices):
+def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
     """Tensors for the key side: dq, dk in beta kb, dk in kg (bf16 [B,T,HV,K]); D, E (bf16 [B,T,HV,64]), without what
     lies above their diagonal blocks; what their 8 x 8 blocks on the diagonal leave ([B,T,HV,2,8]); diagonal of D and
-    dbeta's part through v (fp32 [B,T,HV,2]); tail (fp32 [NT,HV,K]); and dv. With a norm all but the last three have the
-    factors rstd of the rows of q and k that they will be multiplied with or added to, D's diagonal too, so that both
-    can be taken as they are given. Rows that belong to no sequence are left as they are."""
+    dbeta's part through v (fp32 [B,T,HV,2]); tail (fp32 [NT,HV,K]); and dv. Rows that belong to no sequence are left as
+    they are."""
     shape = (p.B, p.T, p.HV)
     xq, xu, xd, D, E, rest, dv_out = (v.new_empty(*shape, n) for n in (p.K, p.K, p.K, CHUNK, CHUNK, 16, p.V))
     rows, tail = gk.new_empty(*shape, 2), gk.new_empty(p.NT, p.HV, p.K)
@@ -627,9 +601,9 @@ def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, q_rstd, k_rstd, p, cu_
     gates = _tiles(cutecall.flat(gk).view(p.B * p.T, -1), CHUNK, p.K)
     programs = min(p.NT * p.HV, _multiprocessors(v.device))
     launch(
-        value_kernel, (programs,), *tokens, *states, gates, gk, beta, q_rstd, k_rstd, xq, xu, xd, D, E, rest, rows,
-        tail, dv_out, cu_seqlens, chunk_indices, p.scale, p.T, p.NT * p.HV, programs,
-        H=p.H, HV=p.HV, K=p.K, V=p.V, NORM=p.l2norm, IS_VARLEN=p.varlen, STAGES=VALUE_STAGES, num_warps=VALUE_WARPS,
+        value_kernel, (programs,), *tokens, *states, gates, gk, beta, xq, xu, xd, D, E, rest, rows, tail, dv_out,
+        cu_seqlens, chunk_indices, p.scale, p.T, p.NT * p.HV, programs,
+        HV=p.HV, K=p.K, V=p.V, IS_VARLEN=p.varlen, STAGES=VALUE_STAGES, num_warps=VALUE_WARPS,
     )
     return (xq, xu, xd, D, E, rest, rows, tail), dv_out
 
@@ -641,13 +615,11 @@ def run(
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
     ddt_bias."""
     states, dv_out = value_side(
-        v=v, v_new=v_new, gk=gk, beta=beta, Akk=Akk, h=h, do=do, dh=dh, dv=dv, q_rstd=q_rstd, k_rstd=k_rstd, p=p,
-        cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+        v=v, v_new=v_new, gk=gk, beta=beta, Akk=Akk, h=h, do=do, dh=dh, dv=dv, p=p, cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
     )
     has_A, has_bias = A_log is not None, dt_bias is not None
-    grouped = p.HV != p.H  # then the norm is applied to a group's sum
-    norm = p.l2norm and not grouped
-    cfg_key = (p.varlen, p.gate, norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV)
+    cfg_key = (p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV)
     dq, dk, dg = (torch.empty_like(gk, dtype=dtype) for dtype in (p.dtype, p.dtype, p.g_dtype))
     dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
     dA = None if A_log is None else q_raw.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
@@ -664,7 +636,7 @@ def run(
             zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T,
             HV=p.HV, K=p.K, V=p.V, num_warps=4,
         )
-    if grouped:
+    if p.HV != p.H:  # the norm is applied to a group's sum
         heads, (dq, dk), rows = (dq, dk), (torch.empty_like(x) for x in (q_raw, k_raw)), p.B * p.T * p.H
         launch(
             group_kernel, (triton.cdiv(rows, GROUP_ROWS), 2), *heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens,

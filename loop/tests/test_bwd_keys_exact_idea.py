@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernel_fun._common.plan import make_step
-from loop import contract, interpreter, registry, spans
+from loop import interpreter, registry, spans
 from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_grads_gluon_idea import tile
 from loop.tests.test_bwd_keys_idea import SMALL as PARENTS
@@ -56,10 +55,9 @@ SMALL = PARENTS | {
 }
 
 
-@pytest.fixture
-def idea(monkeypatch):
-    """The idea with both its kernels emulated. The emulation raises on overflow and on NaNs, so that neither can hide
-    in a row nobody stores."""
+@pytest.mark.parametrize("name", SMALL)
+def test_every_gradient_is_within_its_budget(name, monkeypatch):
+    """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
     idea, keys = registry.load("019"), Both()
     values, _ = value_side()
     for attr, fake in {
@@ -67,31 +65,9 @@ def idea(monkeypatch):
         "_compile": lambda cfg, dtypes: cute_cpu.launcher(keys, keys._Config(*cfg)),
     }.items():
         monkeypatch.setattr(idea, attr, fake)
-    return idea
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_every_gradient_is_within_its_budget(name, idea):
     found = spans.check_spans(idea, SMALL[name])
     assert {e.tensor for e in found} >= {"dq", "dk", "dv", "dg", "dbeta"}
     assert [str(e) for e in found if not e.ok] == []
-
-
-@pytest.mark.parametrize("name", ["gate", "gva", "varlen"])
-def test_rows_of_another_size_give_the_same_gradients(name, idea):
-    """q and k only count normed: powers of 2 in their rows leave no trace but in their own gradients. Exact but for
-    remainders of operands, which may become denormal."""
-    case, span = SMALL[name], "bwd.wy..bwd.beta"
-    env, meta = spans.operands(case, case.problem(), "bwd.wy", 0, torch.device("cpu"))
-    outputs, draw = [], torch.Generator().manual_seed(0)
-    sizes = [2.0 ** torch.randint(-8, 9, env["q_rstd"].shape, generator=draw) for _ in range(2)]
-    for q, k in ([torch.ones_like(x) for x in sizes], sizes):
-        given = {"q_raw": q[..., None], "k_raw": k[..., None], "q_rstd": 1 / q, "k_rstd": 1 / k}
-        given = env | {n: (env[n] * x).to(env[n].dtype) for n, x in given.items()}
-        out = make_step(span, idea.run, contract.stages("kda"), contract.chain("kda").OUTPUTS, "019")(given, meta)
-        outputs.append(out | {"dq": out["dq"] * q[..., None], "dk": out["dk"] * k[..., None]})
-    for n, x in outputs[0].items():
-        assert (x.double() - outputs[1][n].double()).norm() <= 1e-6 * x.double().norm(), n
 
 
 @pytest.mark.parametrize(("products", "loads", "stores"), gluon_as_torch.schedules())
@@ -102,7 +78,7 @@ def test_the_value_side_waits_for_what_it_reads(products, loads, stores):
         case = case_of("tiny_varlen")
         p = case.problem()
         env, meta = spans.operands(case, p, "bwd.wy", 0, torch.device("cpu"))
-        given = {n: env[n] for n in ("v", "v_new", "gk", "beta", "Akk", "h", "do", "dh", "dv", "q_rstd", "k_rstd")}
+        given = {n: env[n] for n in ("v", "v_new", "gk", "beta", "Akk", "h", "do", "dh", "dv")}
         meta = {n: meta[n] for n in ("cu_seqlens", "chunk_indices")}
         with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):  # not all is written
             states, dv = values.value_side(**given, **meta, p=p)
@@ -187,28 +163,25 @@ def test_a_groups_partials_are_summed_and_then_normed(norm, packed):
     for d, y, r, got in zip(partials, x, rstd, out, strict=True):
         want, y = d.double().view(rows, G, 128).sum(1), y.double() * r.double()[:, None]
         if norm:
-            want = want - y * (y * want).sum(1, keepdim=True)
+            want = r.double()[:, None] * (want - y * (y * want).sum(1, keepdim=True))
         if packed:
             want[30 * H :] = 0
         assert (got.double() - want).norm() <= 2.5e-3 * want.norm()
 
 
-@pytest.mark.parametrize(("V", "packed", "norm"), [(256, False, True), (128, True, True), (128, False, False)])
-def test_the_value_side_compiles_for_hopper(V, packed, norm):
+@pytest.mark.parametrize(("V", "packed"), [(256, False), (128, True)])
+def test_the_value_side_compiles_for_hopper(V, packed):
     """As 011's: what it spills is read once a chunk, and ptxas adds no waits between its products."""
     signature = {name: tile(64) for name in ("d_do", "d_dv", "d_vn", "d_v", "d_A")}
     signature |= {"d_h": tile(128), "d_dh": tile(128), "d_g": tile(64, 128, "fp32", 32)}
     signature |= {"scale": "fp32", "T": "i32", "total": "i32", "programs": "i32"}
     signature |= dict.fromkeys(("gk", "beta", "rows", "tail"), "*fp32")
     signature |= dict.fromkeys(("xq", "xu", "xd", "D", "E", "rest", "dv_out"), "*bf16")
-    constants = {"H": 8, "HV": 16, "K": 128, "V": V, "NORM": norm, "IS_VARLEN": packed, "STAGES": 3}
-    for names, kind, there in (
-        (("cu_seqlens", "chunk_indices"), "*i64", packed), (("q_rstd", "k_rstd"), "*fp32", norm)
-    ):
-        if there:
-            signature |= dict.fromkeys(names, kind)
-        else:
-            constants |= dict.fromkeys(names)
+    constants, tables = {"HV": 16, "K": 128, "V": V, "IS_VARLEN": packed, "STAGES": 3}, ("cu_seqlens", "chunk_indices")
+    if packed:
+        signature |= dict.fromkeys(tables, "*i64")
+    else:
+        constants |= dict.fromkeys(tables)
     built = interpreter.compile_sm90(registry.load("019").value_kernel, signature, constants, 8)
     assert built.regs <= 255
     assert built.spills <= 80

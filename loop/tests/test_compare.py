@@ -97,7 +97,7 @@ def test_limits(budget, fla, allowed):
 def test_few_numbers_scatter():
     assert limit(0.02, None, 1) == pytest.approx(0.08)
     assert limit(0.02, None, 65) == 0.02
-    assert limit(0.02, 0.004, 9) == pytest.approx(2.25 * 0.004)
+    assert limit(0.02, 0.002, 10) == pytest.approx(1.25 * math.e * 0.002)
 
 
 def test_verdicts():

@@ -1,6 +1,7 @@
 """Compiling and calling CuTe kernels on flat torch tensors, for the host side of kernels written in the DSL."""
 
 import functools
+import threading
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +11,7 @@ _TYPES = {
     torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32,
     torch.int64: cutlass.Int64,
 }
+_compiling = threading.Lock()  # the DSL traces into state of its own, one function at a time
 
 
 def compile_for(start, dtypes, numbers, options="--enable-tvm-ffi"):
@@ -17,7 +19,8 @@ def compile_for(start, dtypes, numbers, options="--enable-tvm-ffi"):
     numbers of the types of `numbers`. The result takes those, and runs on torch's current stream."""
     tensors = [cute.runtime.make_fake_compact_tensor(_TYPES[d], (cute.sym_int64(),), assumed_align=16) for d in dtypes]
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(start, *tensors, *numbers, stream, options=options)
+    with _compiling:
+        return cute.compile(start, *tensors, *numbers, stream, options=options)
 
 
 @functools.cache
