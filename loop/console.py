@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -89,6 +90,8 @@ def guarded(app: Callable) -> None:
         say(f"error: {err.strerror}; free some, or give another folder with --out" if full else f"error: {err}")
         sys.exit(2)
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # of `./ladder board | head`, which has read enough
+            sys.exit(128 + signal.SIGPIPE)
         say(f"error: something that was run called sys.exit({end.code!r}), so the command did not come to its end")
         sys.exit(1)
     except Exception as err:

@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line errors, rows on disk, and what an interruption leaves."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from loop import __main__ as cli
-from loop import registry, rows
+from loop import execute, registry, rows
 from loop.tests.test_rows import make_row
 
 COMMANDS = [
@@ -258,6 +259,14 @@ def test_an_exit_from_below_a_command_is_no_success(ladder, monkeypatch):
     code, _, err = ladder("ideas")
     assert code == 1
     assert err == "error: something that was run called sys.exit(0), so the command did not come to its end\n"
+
+
+def test_a_reader_that_has_read_enough_is_told_nothing(add_idea, ladder_root):
+    rows.Writer(ladder_root / "bench_logs/kda", "x", "r1").write(make_row())
+    command = f"{sys.executable} -m loop board | true; exit ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONPATH": execute.python_path()}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_without_a_command_the_help_is_shown(ladder):

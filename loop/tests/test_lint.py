@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import readme, registry
+from loop import cases, readme, registry, rows
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -209,6 +209,12 @@ def test_a_wrong_tree_is_refused(rule, tmp_path):
     path.write_text(text)
     subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
     assert len(rule(tmp_path)) == len(before) + 1
+
+
+def test_every_primary_case_has_its_baseline_in_every_mode():
+    recorded = {(e["family"], e["case"], e["mode"]) for e in readme.committed_entries() if e["arm"] == "000"}
+    primary = [c for family in cases.FAMILIES for c in cases.select(family, "gpu", "primary")]
+    assert {(c.family, c.id, mode) for c in primary for mode in rows.MODES} - recorded == set()
 
 
 def test_readme_numbers_come_from_rows():

@@ -3,6 +3,9 @@ import contextlib
 import importlib
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +36,14 @@ def test_kernels_are_printed_with_their_evidence(capsys, monkeypatch):
             want += [" ".join([family, entry.module, *entry.spans]), *(f"    {line}" for line in entry.evidence)]
             want += ["    not usable here: no CuTe DSL"] * (n == 0)
     assert got == want
+
+
+def test_a_reader_that_has_read_enough_is_told_nothing():
+    command = f"{sys.executable} -m kernel_fun kernels | true; exit ${{PIPESTATUS[0]}}"
+    source = Path(__main__.__file__).parents[1]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHONPATH": str(source)})
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", ["prodtime", "graphprobe"])

@@ -3,6 +3,8 @@ compiles. The exit status is 1 where something that was asked for could not be m
 """
 import argparse
 import importlib
+import os
+import signal
 import sys
 
 
@@ -55,4 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
