@@ -179,22 +179,6 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
     ),
     Shipped(
-        module="k009_bwd_grads_pair",
-        idea="009-bwd-grads-pair",
-        spans=(
-            "bwd.wy..bwd.beta",
-        ),
-        source="ideas/009-bwd-grads-pair/kernel.py",
-        sha256="4537c06a0c25844b9e99be849c030f228682432981f623b77e5358b07448badb",
-        commit="5c5972edd26eaf48d0df9956d53ea3c1d604ff17",
-        rows=(
-            "f58e92660ac52fdf",
-        ),
-        evidence=(
-            "prod8192_gate fwdbwd on NVIDIA H200: 1.701x 000 (1.700 to 1.762), 27.939 ms",
-        ),
-    ),
-    Shipped(
         module="k007_fwd_scan",
         idea="007-fwd-scan",
         spans=(
