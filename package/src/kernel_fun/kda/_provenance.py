@@ -51,28 +51,6 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
     ),
     Shipped(
-        module="k014_fwd_prep_mma",
-        idea="014-fwd-prep-mma",
-        spans=(
-            "fwd.norm..fwd.out",
-        ),
-        source="ideas/014-fwd-prep-mma/kernel.py",
-        sha256="2ec2a8650881644d036a8790c10e5f5824ff3c2d25e0c98259703c22a944a91a",
-        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
-        rows=(
-            "c7c22968c1c12f42",
-            "d743e405877f2469",
-            "d2d34daacb51596d",
-            "b128adf516594bb7",
-        ),
-        evidence=(
-            "kimi8192_softplus fwd on NVIDIA H200: 3.501x 000 (3.486 to 3.597), 1.089 ms",
-            "small fwdbwd on NVIDIA H200: 1.641x 000 (1.633 to 1.650), 1.004 ms",
-            "kimi8192_softplus fwd on NVIDIA H200: 1.751x ship (1.738 to 1.830), 1.089 ms",
-            "small fwdbwd on NVIDIA H200: 1.037x ship (1.033 to 1.038), 1.004 ms",
-        ),
-    ),
-    Shipped(
         module="k013_fwd_operands",
         idea="013-fwd-operands",
         spans=(
