@@ -150,11 +150,16 @@ def board(
 
 
 @app.command()
-def promote(idea: Idea):
+def promote(
+    idea: Idea,
+    as_fast: Annotated[
+        str, typer.Option(help="What it is better for, where it is not faster than the package but as fast.")
+    ] = "",
+):
     """Copy an idea's kernel.py into the package with its evidence, or say what is missing."""
     from loop import promote as work
 
-    entry = work.promote(idea)
+    entry = work.promote(idea, as_fast=as_fast)
     print(f"{entry['source']} -> stages/{entry['module']}.py, sha256 {entry['sha256'][:12]}, {entry['commit'][:12]}")
     for line in entry["evidence"]:
         print(f"  {line}")

@@ -108,6 +108,27 @@ def test_what_takes_a_promoted_kernels_place_must_beat_the_package(good, second)
         promote.promote("006", [good(**second())])
 
 
+@pytest.mark.parametrize(("ci_low", "enough"), [(0.995, True), (0.985, False)])
+def test_as_fast_as_the_package_is_enough_with_a_reason(good, second, ci_low, enough):
+    promote.promote("005", [good()])
+    about = second()
+    against = good(**about, baseline="ship", perf=perf(verdict="SAME", ratio=1.0, ci_low=ci_low))
+    found = [good(**about), against]
+    with pytest.raises(promote.Refused, match="is SAME, not FASTER"):
+        promote.promote("006", found)
+    if enough:
+        assert promote.promote("006", found, as_fast="dq is exact")["evidence"][-1] == "dq is exact"
+    else:
+        with pytest.raises(promote.Refused, match="is SAME, not FASTER"):
+            promote.promote("006", found, as_fast="dq is exact")
+
+
+def test_a_reason_does_not_stand_in_for_being_faster_than_fla(good):
+    same = good(perf=perf(verdict="SAME", ratio=1.0, ci_low=0.995))
+    with pytest.raises(promote.Refused, match="is SAME, not FASTER"):
+        promote.promote("005", [same], as_fast="dq is exact")
+
+
 def test_another_stage_need_not_beat_the_package(good, second):
     promote.promote("005", [good()])
     about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
@@ -268,7 +289,7 @@ def test_what_an_idea_builds_on_must_be_promoted(idea, good):
 @pytest.mark.parametrize("family", registry.FAMILIES)
 def test_the_hash_of_what_ships_covers_what_its_kernels_import(family):
     package = Path(sources.__file__).parents[1] / "package" / "src" / "kernel_fun"
-    known = {path.stem for path in (package / "_common").glob("*.py")}
+    known = {path.stem for path in (package / "_common").glob("*.py")} - {"cute"}  # which says whether, not what
     used = set()
     for path in (package / family / "stages").glob("*.py"):
         for line in re.findall(r"^from kernel_fun\._common.*$", path.read_text(), re.MULTILINE):

@@ -17,48 +17,6 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
-        module="k019_bwd_keys_exact",
-        idea="019-bwd-keys-exact",
-        spans=(
-            "bwd.wy..bwd.beta",
-        ),
-        source="ideas/019-bwd-keys-exact/kernel.py",
-        sha256="397e863cd2323db0e773bffef6f53ea458e7663d57159b40726706dcc6ed05d9",
-        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
-        rows=(
-        ),
-        evidence=(
-        ),
-    ),
-    Shipped(
-        module="k018_fwd_split_operands",
-        idea="018-fwd-split-operands",
-        spans=(
-            "fwd.norm..fwd.out",
-        ),
-        source="ideas/018-fwd-split-operands/kernel.py",
-        sha256="9a7433dd31f35315230895481edadec34ae841b289aedc57fee08b0b08f99acc",
-        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
-        rows=(
-        ),
-        evidence=(
-        ),
-    ),
-    Shipped(
-        module="k017_bwd_scan_one",
-        idea="017-bwd-scan-one",
-        spans=(
-            "bwd.recompute..bwd.dhu",
-        ),
-        source="ideas/017-bwd-scan-one/kernel.py",
-        sha256="dcbd1635d0ecc97234a98c19b5beb77e1a2ac11eb198e17ef8b59f825782b6a7",
-        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
-        rows=(
-        ),
-        evidence=(
-        ),
-    ),
-    Shipped(
         module="k016_bwd_regate",
         idea="016-bwd-regate",
         spans=(
