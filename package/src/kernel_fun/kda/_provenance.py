@@ -17,6 +17,79 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
+        module="k019_bwd_keys_exact",
+        idea="019-bwd-keys-exact",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/019-bwd-keys-exact/kernel.py",
+        sha256="397e863cd2323db0e773bffef6f53ea458e7663d57159b40726706dcc6ed05d9",
+        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
+        rows=(
+            "1ce1564d07c12f66",
+            "cc07670d81388e5e",
+        ),
+        evidence=(
+            "gva bwd on NVIDIA H200: 4.030x 000 (4.009 to 4.048), 4.070 ms",
+            "gva bwd on NVIDIA H200: 1.140x ship (1.138 to 1.149), 4.070 ms",
+        ),
+    ),
+    Shipped(
+        module="k018_fwd_split_operands",
+        idea="018-fwd-split-operands",
+        spans=(
+            "fwd.norm..fwd.out",
+        ),
+        source="ideas/018-fwd-split-operands/kernel.py",
+        sha256="9a7433dd31f35315230895481edadec34ae841b289aedc57fee08b0b08f99acc",
+        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
+        rows=(
+            "6b61adf476f85e02",
+            "c8a7333f5bfb5bce",
+        ),
+        evidence=(
+            "small fwd on NVIDIA H200: 3.623x 000 (3.607 to 3.649), 0.098 ms",
+            "small fwd on NVIDIA H200: 1.609x ship (1.602 to 1.615), 0.098 ms",
+        ),
+    ),
+    Shipped(
+        module="k017_bwd_scan_one",
+        idea="017-bwd-scan-one",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/017-bwd-scan-one/kernel.py",
+        sha256="dcbd1635d0ecc97234a98c19b5beb77e1a2ac11eb198e17ef8b59f825782b6a7",
+        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
+        rows=(
+            "61642c6488d45767",
+            "a4350d61de7d3094",
+        ),
+        evidence=(
+            "long64k_softplus bwd on NVIDIA H200: 4.220x 000 (4.214 to 4.231), 8.080 ms",
+            "long64k_softplus bwd on NVIDIA H200: 1.001x ship (0.995 to 1.007), 8.080 ms",
+            "passes persist, which 008 and 012 do not; reads raw q and k, so that with 019 no normalised ones are kept; one kernel for two",
+        ),
+    ),
+    Shipped(
+        module="k014_fwd_prep_mma",
+        idea="014-fwd-prep-mma",
+        spans=(
+            "fwd.norm..fwd.out",
+        ),
+        source="ideas/014-fwd-prep-mma/kernel.py",
+        sha256="2ec2a8650881644d036a8790c10e5f5824ff3c2d25e0c98259703c22a944a91a",
+        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
+        rows=(
+            "f7d01ba1783b45ee",
+            "fa26de66704e3673",
+        ),
+        evidence=(
+            "kimi8192_softplus fwd on NVIDIA H200: 4.193x 000 (4.182 to 4.195), 0.906 ms",
+            "kimi8192_softplus fwd on NVIDIA H200: 1.787x ship (1.780 to 1.791), 0.906 ms",
+        ),
+    ),
+    Shipped(
         module="k016_bwd_regate",
         idea="016-bwd-regate",
         spans=(
@@ -48,28 +121,6 @@ SHIPPED: tuple[Shipped, ...] = (
         evidence=(
             "kimi8192_softplus bwd on NVIDIA H200: 4.060x 000 (4.053 to 4.064), 3.978 ms",
             "kimi8192_softplus bwd on NVIDIA H200: 1.468x ship (1.465 to 1.470), 3.978 ms",
-        ),
-    ),
-    Shipped(
-        module="k014_fwd_prep_mma",
-        idea="014-fwd-prep-mma",
-        spans=(
-            "fwd.norm..fwd.out",
-        ),
-        source="ideas/014-fwd-prep-mma/kernel.py",
-        sha256="2ec2a8650881644d036a8790c10e5f5824ff3c2d25e0c98259703c22a944a91a",
-        commit="4e316893ddd974f9142dab611e51ed402cfc4e51",
-        rows=(
-            "c7c22968c1c12f42",
-            "d743e405877f2469",
-            "d2d34daacb51596d",
-            "b128adf516594bb7",
-        ),
-        evidence=(
-            "kimi8192_softplus fwd on NVIDIA H200: 3.501x 000 (3.486 to 3.597), 1.089 ms",
-            "small fwdbwd on NVIDIA H200: 1.641x 000 (1.633 to 1.650), 1.004 ms",
-            "kimi8192_softplus fwd on NVIDIA H200: 1.751x ship (1.738 to 1.830), 1.089 ms",
-            "small fwdbwd on NVIDIA H200: 1.037x ship (1.033 to 1.038), 1.004 ms",
         ),
     ),
     Shipped(
