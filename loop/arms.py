@@ -292,10 +292,8 @@ def witness(arm: Arm, inputs, mode: str) -> dict[str, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
-    found: dict[str, int] = {}
+    found, no_kernel = {}, ("Memcpy", "Memset", "Activity")
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(
-            ("Memcpy", "Memset", "Activity")
-        ):
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(no_kernel):
             found[event.name[:160]] = found.get(event.name[:160], 0) + 1
     return found
