@@ -123,6 +123,11 @@ def test_as_fast_as_the_package_is_enough_with_a_reason(good, second, ci_low, en
             promote.promote("006", found, as_fast="dq is exact")
 
 
+def test_a_reason_is_one_line(good):
+    with pytest.raises(promote.Refused, match="has 101 characters, at most 100"):
+        promote.promote("005", [good()], as_fast="x" * 101)
+
+
 def test_a_reason_does_not_stand_in_for_being_faster_than_fla(good):
     same = good(perf=perf(verdict="SAME", ratio=1.0, ci_low=0.995))
     with pytest.raises(promote.Refused, match="is SAME, not FASTER"):

@@ -42,6 +42,7 @@ def test_a_warm_call_is_captured_and_replays_to_the_bit(family):
         return [out, *torch.autograd.grad(out, leaves, incoming)]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         eager = [t.clone() for t in step()]
     torch.cuda.synchronize()
