@@ -155,11 +155,14 @@ def promote(
     as_fast: Annotated[
         str, typer.Option(help="What it is better for, where it is not faster than the package but as fast.")
     ] = "",
+    beside: Annotated[
+        list[str] | None, typer.Option(help="An idea without which it shall not serve a call; repeat it for more.")
+    ] = None,
 ):
     """Copy an idea's kernel.py into the package with its evidence, or say what is missing."""
     from loop import promote as work
 
-    entry = work.promote(idea, as_fast=as_fast)
+    entry = work.promote(idea, as_fast=as_fast, beside=beside or ())
     print(f"{entry['source']} -> stages/{entry['module']}.py, sha256 {entry['sha256'][:12]}, {entry['commit'][:12]}")
     for line in entry["evidence"]:
         print(f"  {line}")

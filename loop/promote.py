@@ -36,6 +36,7 @@ class Shipped(NamedTuple):
     commit: str
     rows: tuple[str, ...]      # ids of the benchmark rows it was promoted on
     evidence: tuple[str, ...]  # what those rows say: case, mode, baseline, ratio and its interval
+    beside: tuple[str, ...] = ()  # the kernels without which it does not serve a call
 
 
 '''
@@ -174,10 +175,14 @@ def shipped(family: str) -> tuple:
     return tuple(runpy.run_path(str(path))["SHIPPED"]) if path.exists() else ()
 
 
-def promote(idea_id: str, found: list[rows.Row] | None = None, as_fast: str = "") -> dict:
+def promote(
+    idea_id: str, found: list[rows.Row] | None = None, as_fast: str = "", beside: Iterable[str] = ()
+) -> dict:
     """Copy the idea into the package and record its evidence. Refused, listing everything that is missing.
 
     as_fast: what it is better for, where it is no faster than the package but as fast (its interval begins at 0.99).
+    beside: ideas without which it shall not serve a call: what it reads instead of what other kernels read would have
+    to be kept in addition.
     Returns the new entry of SHIPPED as a dict. The copy is written first, then `_provenance.py`, each replaced whole:
     an interruption leaves the package as it was, or with a file that nothing lists.
     """
@@ -195,6 +200,7 @@ def promote(idea_id: str, found: list[rows.Row] | None = None, as_fast: str = ""
         "sha256": hashlib.sha256(source).hexdigest(), "commit": good[-1].env["git_commit"],
         "rows": tuple(r.row_id for r in good),
         "evidence": tuple(filter(None, [*map(_evidence_line, good), as_fast])),
+        "beside": tuple(module_name(registry.find(other)) for other in beside),
     }  # fmt: skip
     folder = package_family(idea.family)
     others = [s._asdict() for s in shipped(idea.family) if s.idea != idea.name]

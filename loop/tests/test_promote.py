@@ -123,6 +123,14 @@ def test_as_fast_as_the_package_is_enough_with_a_reason(good, second, ci_low, en
             promote.promote("006", found, as_fast="dq is exact")
 
 
+def test_what_it_serves_only_beside_is_recorded_and_stays(good, second):
+    promote.promote("005", [good()])
+    about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
+    assert promote.promote("006", [good(**about)], beside=["005"])["beside"] == ("k005_sum_heads",)
+    promote.promote("005", [good()])
+    assert {s.idea: s.beside for s in promote.shipped("kda")} == {"005-sum-heads": (), "006-again": ("k005_sum_heads",)}
+
+
 def test_a_reason_is_one_line(good):
     with pytest.raises(promote.Refused, match="has 101 characters, at most 100"):
         promote.promote("005", [good()], as_fast="x" * 101)

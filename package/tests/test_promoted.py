@@ -237,14 +237,23 @@ def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
     assert dispatch.route("kda", chain, small, Elsewhere, True).reason == "k001_x: needs K=128, got 96"
 
 
+def test_a_kernel_serves_only_beside_those_it_names():
+    p = KdaProblem(B=1, T=64, H=1, HV=1, K=64, V=128, N=1, NT=1, arch=(9, 0))
+    steps, reasons = promoted.steps_for("kernel_fun.kda", p, CHAINS["kda"].STAGES, CHAINS["kda"].OUTPUTS)
+    assert "k017_bwd_scan_one" not in {step.source for step in steps}
+    assert "k017_bwd_scan_one: serves only beside k019_bwd_keys_exact" in reasons
+
+
 @pytest.mark.parametrize("gate", ["log", "softplus", "safe"])
 @pytest.mark.parametrize("K", [128, 64, 96])
 def test_the_forward_keeps_no_more_than_flas(gate, K):
-    """With whatever ships: a subset of what fla saves, and one of the raw gate and its sum, where fla may save both."""
+    """With whatever ships: a subset of what fla saves, or the caller's own q and k instead of normalised ones; and one of
+    the raw gate and its sum, where fla may save both."""
     raw = gate != "log"
     p = KdaProblem(B=1, T=64, H=1, HV=1, K=K, V=128, N=1, NT=1, arch=(9, 0), gate=gate, l2norm=True, beta_sigmoid=True,
                    has_h0=True, has_A_log=raw, has_dt_bias=raw, lower_bound=-5.0 if gate == "safe" else None)
     saved = {*CHAINS["kda"].make_plan(p).saved}
     gates = {"A_log", "dt_bias", "g_raw", "gk"}
-    assert saved <= gates | {"q", "q_rstd", "k", "k_rstd", "v", "beta_raw", "beta", "Aqk", "Akk", "h0"}
+    rest = {"q_rstd", "k_rstd", "v", "beta_raw", "beta", "Aqk", "Akk", "h0"}
+    assert saved <= gates | {"q", "k"} | rest or saved <= gates | {"q_raw", "k_raw"} | rest
     assert not {"g_raw", "gk"} <= saved

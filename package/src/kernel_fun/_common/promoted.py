@@ -68,10 +68,21 @@ def required_steps(ideas, p, stages, outputs) -> list[Step]:
 
 
 def steps_for(package: str, p, stages, outputs) -> tuple[list[Step], list[str]]:
-    """The steps of the promoted kernels that serve `p`, newest first, and for each other kernel its reason."""
+    """The steps of the promoted kernels that serve `p`, newest first, and for each other kernel its reason.
+
+    A kernel may read what nobody else needs kept unless another serves too: it then serves only `beside` that one.
+    """
+    said = {
+        name: module.supports(p) if module is not None else (False, why) for name, module, why in modules(package)
+    }
+    shipped = importlib.import_module(f"{package}._provenance").SHIPPED
+    beside = {entry.module: getattr(entry, "beside", ()) for entry in shipped}
     steps, reasons = [], []
-    for name, module, why in modules(package):
-        ok, reason = module.supports(p) if module is not None else (False, why)
+    for name, module, _ in modules(package):
+        ok, reason = said[name]
+        alone = [other for other in beside.get(name, ()) if not said.get(other, (False, ""))[0]]
+        if ok and alone:
+            ok, reason = False, f"serves only beside {alone[0]}"
         if ok:
             steps += module_steps(module, p, name, stages, outputs)
         else:

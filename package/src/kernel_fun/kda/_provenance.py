@@ -13,9 +13,31 @@ class Shipped(NamedTuple):
     commit: str
     rows: tuple[str, ...]      # ids of the benchmark rows it was promoted on
     evidence: tuple[str, ...]  # what those rows say: case, mode, baseline, ratio and its interval
+    beside: tuple[str, ...] = ()  # the kernels without which it does not serve a call
 
 
 SHIPPED: tuple[Shipped, ...] = (
+    Shipped(
+        module="k019_bwd_keys_exact",
+        idea="019-bwd-keys-exact",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/019-bwd-keys-exact/kernel.py",
+        sha256="397e863cd2323db0e773bffef6f53ea458e7663d57159b40726706dcc6ed05d9",
+        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
+        rows=(
+            "1ce1564d07c12f66",
+            "cc07670d81388e5e",
+        ),
+        evidence=(
+            "gva bwd on NVIDIA H200: 4.030x 000 (4.009 to 4.048), 4.070 ms",
+            "gva bwd on NVIDIA H200: 1.140x ship (1.138 to 1.149), 4.070 ms",
+        ),
+        beside=(
+            "k017_bwd_scan_one",
+        ),
+    ),
     Shipped(
         module="k017_bwd_scan_one",
         idea="017-bwd-scan-one",
@@ -34,23 +56,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "long64k_softplus bwd on NVIDIA H200: 1.001x ship (0.995 to 1.007), 8.080 ms",
             "persist is right, which 008 and 012 miss; raw q and k, so none are kept; one kernel for two",
         ),
-    ),
-    Shipped(
-        module="k019_bwd_keys_exact",
-        idea="019-bwd-keys-exact",
-        spans=(
-            "bwd.wy..bwd.beta",
-        ),
-        source="ideas/019-bwd-keys-exact/kernel.py",
-        sha256="397e863cd2323db0e773bffef6f53ea458e7663d57159b40726706dcc6ed05d9",
-        commit="81f3a742853e0f5e05c9fa5202b01740fcee9eb8",
-        rows=(
-            "1ce1564d07c12f66",
-            "cc07670d81388e5e",
-        ),
-        evidence=(
-            "gva bwd on NVIDIA H200: 4.030x 000 (4.009 to 4.048), 4.070 ms",
-            "gva bwd on NVIDIA H200: 1.140x ship (1.138 to 1.149), 4.070 ms",
+        beside=(
+            "k019_bwd_keys_exact",
         ),
     ),
     Shipped(
@@ -70,6 +77,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "small fwd on NVIDIA H200: 3.623x 000 (3.607 to 3.649), 0.098 ms",
             "small fwd on NVIDIA H200: 1.609x ship (1.602 to 1.615), 0.098 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k014_fwd_prep_mma",
@@ -88,6 +97,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "kimi8192_softplus fwd on NVIDIA H200: 4.193x 000 (4.182 to 4.195), 0.906 ms",
             "kimi8192_softplus fwd on NVIDIA H200: 1.787x ship (1.780 to 1.791), 0.906 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k016_bwd_regate",
@@ -103,6 +114,8 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         evidence=(
             "small fwdbwd on NVIDIA H200: 1.569x 000 (1.566 to 1.575), 1.047 ms",
+        ),
+        beside=(
         ),
     ),
     Shipped(
@@ -122,6 +135,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "kimi8192_softplus bwd on NVIDIA H200: 4.060x 000 (4.053 to 4.064), 3.978 ms",
             "kimi8192_softplus bwd on NVIDIA H200: 1.468x ship (1.465 to 1.470), 3.978 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k013_fwd_operands",
@@ -139,6 +154,8 @@ SHIPPED: tuple[Shipped, ...] = (
         evidence=(
             "kimi8192_softplus fwd on NVIDIA H200: 2.194x 000 (2.075 to 2.196), 1.734 ms",
             "kimi8192_softplus fwd on NVIDIA H200: 1.094x ship (1.087 to 1.098), 1.734 ms",
+        ),
+        beside=(
         ),
     ),
     Shipped(
@@ -160,6 +177,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "kimi8192_softplus bwd on NVIDIA H200: 2.930x 000 (2.928 to 2.936), 5.512 ms",
             "kimi8192_softplus bwd on NVIDIA H200: 1.061x ship (1.058 to 1.062), 5.512 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k012_bwd_split",
@@ -177,6 +196,8 @@ SHIPPED: tuple[Shipped, ...] = (
         evidence=(
             "small fwdbwd on NVIDIA H200: 1.769x 000 (1.763 to 1.778), 0.929 ms",
             "small fwdbwd on NVIDIA H200: 1.119x ship (1.116 to 1.121), 0.929 ms",
+        ),
+        beside=(
         ),
     ),
     Shipped(
@@ -196,6 +217,8 @@ SHIPPED: tuple[Shipped, ...] = (
             "small fwdbwd on NVIDIA H200: 2.079x 000 (2.072 to 2.083), 0.792 ms",
             "small fwdbwd on NVIDIA H200: 1.311x ship (1.310 to 1.318), 0.792 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k008_bwd_scan",
@@ -211,6 +234,8 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         evidence=(
             "kimi8192_softplus bwd on NVIDIA H200: 2.764x 000 (2.761 to 2.765), 5.843 ms",
+        ),
+        beside=(
         ),
     ),
     Shipped(
@@ -228,6 +253,8 @@ SHIPPED: tuple[Shipped, ...] = (
         evidence=(
             "kimi8192_softplus fwd on NVIDIA H200: 2.000x 000 (1.921 to 2.007), 1.902 ms",
         ),
+        beside=(
+        ),
     ),
     Shipped(
         module="k007_fwd_scan",
@@ -243,6 +270,8 @@ SHIPPED: tuple[Shipped, ...] = (
         ),
         evidence=(
             "prod8192_gate fwd on NVIDIA H200: 1.164x 000 (1.157 to 1.166), 8.289 ms",
+        ),
+        beside=(
         ),
     ),
 )
