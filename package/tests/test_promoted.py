@@ -247,8 +247,8 @@ def test_a_kernel_serves_only_beside_those_it_names():
 @pytest.mark.parametrize("gate", ["log", "softplus", "safe"])
 @pytest.mark.parametrize("K", [128, 64, 96])
 def test_the_forward_keeps_no_more_than_flas(gate, K):
-    """With whatever ships: a subset of what fla saves, or the caller's own q and k instead of normalised ones; and one of
-    the raw gate and its sum, where fla may save both."""
+    """With whatever ships: a subset of what fla saves, or the caller's own q and k instead of normalised ones; and one
+    of the raw gate and its sum, where fla may save both."""
     raw = gate != "log"
     p = KdaProblem(B=1, T=64, H=1, HV=1, K=K, V=128, N=1, NT=1, arch=(9, 0), gate=gate, l2norm=True, beta_sigmoid=True,
                    has_h0=True, has_A_log=raw, has_dt_bias=raw, lower_bound=-5.0 if gate == "safe" else None)
