@@ -73,6 +73,35 @@ def test_conv_arguments_arrive_verbatim(fla_conv):
     assert fla_conv.inside == [True]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_backward_of_a_declined_convolution_stays_flas(monkeypatch, alone):
+    """fla dispatches it when autograd runs it, long after the call."""
+    inside = []
+
+    class Convolution(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2, x[:, -1] * 1
+
+        @staticmethod
+        def backward(ctx, dy, _):
+            inside.append(support.inside_fla_only())
+            return dy * 2
+
+    def fla(x, **_):
+        y, ht = Convolution.apply(x)
+        return y if alone else (y, ht)
+
+    monkeypatch.setattr("fla.modules.convolution.causal_conv1d", fla)
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    got = cconv.causal_conv1d(x, torch.randn(8, 4), backend="mix")
+    assert inside == []
+    (got if alone else got[0]).sum().backward()
+    assert inside == [True]
+    assert not support.inside_fla_only()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
 def test_an_error_inside_fla_passes_through(monkeypatch):
     monkeypatch.setenv("KERNEL_FUN_DISABLE", "1")
 

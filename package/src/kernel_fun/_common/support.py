@@ -143,6 +143,22 @@ def fla_only():
         _local.fla_only = before
 
 
+def fla_only_backward(outputs):
+    """`fla_only` for the backward of what an operator of fla's returned, which autograd runs later and elsewhere. fla
+    dispatches its convolution's passes one by one, so the forward's guard does not cover it."""
+    def enter(_):
+        _local.fla_only = True
+
+    def leave(*_):
+        _local.fla_only = False
+
+    tensors = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(t, torch.Tensor)]
+    for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
+        node.register_prehook(enter)
+        node.register_hook(leave)
+    return outputs
+
+
 @contextlib.contextmanager
 def gpu_needed(operator: str, reason: str, x):
     """Around a call of `operator` that goes to fla for `reason`, with the first tensor `x`: what Triton says of CPU

@@ -123,7 +123,7 @@ def _fla(a: dict, reason: str):
 
     given = {name: a[name] for name, default in _DEFAULTS.items() if a[name] is not default}
     with support.fla_only(), support.gpu_needed("causal_conv1d", reason, a["x"]):
-        return fla_causal_conv1d(x=a["x"], **given, **a["kwargs"])
+        return support.fla_only_backward(fla_causal_conv1d(x=a["x"], **given, **a["kwargs"]))
 
 
 def decide(a: dict, backward: bool = False) -> Call | str:
