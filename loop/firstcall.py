@@ -1,8 +1,9 @@
 """What the first call costs: an arm's compilation and tuning, in a fresh process with empty kernel caches.
 
 The child times the first forward and backward of one arm on one case, then the same again warm, then checks the arm: a
-time of a wrong build is not recorded. Caches of Triton, the CuTe DSL and the driver start empty; fla's tuned
-configurations (FLA_CONFIG_DIR) are what the environment says, and rows record them.
+time of a wrong build is not recorded. A second child finds the caches that the first has filled, and is only timed.
+Caches of Triton, the CuTe DSL and the driver start empty; fla's tuned configurations (FLA_CONFIG_DIR) are what the
+environment says, and rows record them.
 """
 
 import importlib
@@ -56,13 +57,23 @@ def firstcall(
 def _in_child(family: str, name: str, case_id: str, timeout: float) -> dict:
     with tempfile.TemporaryDirectory(prefix="firstcall-") as empty:
         environment = {**os.environ, **{cache: os.path.join(empty, cache.lower()) for cache in CACHES}}
-        command = [sys.executable, "-m", "loop.firstcall", family, name, case_id]
-        try:
-            done = subprocess.run(
-                command, cwd=root(), env=environment, capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return {"status": "TIMEOUT", "reason": f"no first call within {timeout:g} s"}
+        found = _said([family, name, case_id, "checked"], environment, timeout)
+        if found["status"] == "PASSED":
+            again = _said([family, name, case_id, "timed"], environment, timeout)
+            if again["status"] != "PASSED":
+                return again
+            found["times"] |= {f"cached_{pass_}_s": again["times"][f"{pass_}_s"] for pass_ in ("fwd", "fwdbwd")}
+    return found
+
+
+def _said(arguments: list[str], environment: dict, timeout: float) -> dict:
+    command = [sys.executable, "-m", "loop.firstcall", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=root(), env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "TIMEOUT", "reason": f"no first call within {timeout:g} s"}
     last = done.stdout.strip().splitlines()[-1:] or [""]
     try:
         return json.loads(last[0])
@@ -71,8 +82,9 @@ def _in_child(family: str, name: str, case_id: str, timeout: float) -> dict:
         return {"status": "KERNEL_DIED", "reason": f"its process ended with code {done.returncode}: {said[:300]}"}
 
 
-def child(family: str, name: str, case_id: str) -> dict:
-    """In the fresh process: first call, second call, check. Plain types, for one line of JSON."""
+def child(family: str, name: str, case_id: str, what: str) -> dict:
+    """In the fresh process: first call, second call, and if `what` is "checked" a check. Plain types, for one line of
+    JSON."""
     import torch
 
     from loop import calls, check, inputs
@@ -105,14 +117,17 @@ def child(family: str, name: str, case_id: str) -> dict:
 
     fwd_s, fwdbwd_s = both()
     _, second = both()
+    times = {"fwd_s": fwd_s, "fwdbwd_s": fwdbwd_s, "import_s": import_s, "second_fwdbwd_s": second}
+    if what == "timed":
+        return {"status": "PASSED", "reason": "", "times": times}
     found = check.check(arm, case)
     said = {
         "status": str(found.status),
         "reason": found.message,
         "check": results.check_part(found).model_dump(mode="json"),
     }
-    return said | {"times": {"fwd_s": fwd_s, "fwdbwd_s": fwdbwd_s, "import_s": import_s, "second_fwdbwd_s": second}}
+    return said | {"times": times}
 
 
 if __name__ == "__main__":
-    print(json.dumps(child(*sys.argv[1:4])), flush=True)
+    print(json.dumps(child(*sys.argv[1:5])), flush=True)

@@ -1,8 +1,8 @@
 """The record: one JSON line per result, one file per run, appended and never edited.
 
-A row says what was measured, on what, of which source, by which command, and whether it passed its check. A time
-exists only in a row that passed: the schema refuses any other. `row_id` is a hash of the rest of the row, so a row
-that was edited afterwards no longer answers to its name. Readers skip what they cannot read, and say which file.
+A row says what was measured, on what, of which source, by which command, and whether it passed its check. A time exists
+only in a row that passed: the schema refuses any other. `row_id` is a hash of the rest of the row, so that an edited row
+no longer answers to its name. Readers skip what they cannot read, and say which file.
 """
 
 import hashlib
@@ -125,6 +125,8 @@ class FirstCall(Part):
     fwdbwd_s: float
     import_s: float
     second_fwdbwd_s: float  # the same call again, warm
+    cached_fwd_s: float | None = None  # in another fresh process, which finds the caches that the first one left
+    cached_fwdbwd_s: float | None = None
 
 
 class Row(Part):
@@ -283,10 +285,8 @@ def read(*paths: Path | str) -> list[Row]:
             warnings.warn(f"{path}: skipped, {err}", SkippedRows, stacklevel=2)
             continue
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                rows.append(parse(line))
+                rows += [parse(line)] if line.strip() else []
             except ValueError as err:
                 warnings.warn(f"{path}, line {number}: skipped, {err}", SkippedRows, stacklevel=2)
     return sorted(rows, key=lambda row: (row.utc, row.run_id))

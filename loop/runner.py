@@ -199,12 +199,14 @@ def check_table(found: list[rows.Row]):
 
 
 def firstcall_table(found: list[rows.Row]):
-    """A rich table of first calls, in seconds."""
+    """A rich table of first calls, forward / forward and backward in seconds."""
     from rich.table import Table
 
-    table = Table("case", "arm", "forward s", "forward and backward s", "again s", "status")
+    table = Table("case", "arm", "empty caches s", "filled caches s", "again s", "status")
     for r in found:
-        f = r.firstcall
-        times = (f"{f.fwd_s:.2f}", f"{f.fwdbwd_s:.2f}", f"{f.second_fwdbwd_s:.4f}") if f else ("", "", "")
+        f, times = r.firstcall, ("", "", "")
+        if f:
+            cached = "" if f.cached_fwd_s is None else f"{f.cached_fwd_s:.2f} / {f.cached_fwdbwd_s:.2f}"
+            times = (f"{f.fwd_s:.2f} / {f.fwdbwd_s:.2f}", cached, f"{f.second_fwdbwd_s:.4f}")
         table.add_row(r.case, r.arm, *times, r.status + (f": {r.reason}" if r.reason else ""))
     return table

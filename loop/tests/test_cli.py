@@ -183,6 +183,7 @@ def test_firstcall_in_a_fresh_process(ladder, tmp_path):
     assert code == 0, err
     (row,) = rows.read(tmp_path)
     assert row.firstcall.fwdbwd_s >= row.firstcall.fwd_s > 0
+    assert row.firstcall.cached_fwdbwd_s >= row.firstcall.cached_fwd_s > 0
     assert row.check.ok
     assert "tiny" in out
 
