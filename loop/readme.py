@@ -8,8 +8,9 @@ from loop import board, promote, registry, rows
 BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
 
 
-def section(entries: Sequence[dict]) -> str:
-    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs.
+def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
+    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs and, by row id,
+    what a caller of the baseline and of the arm waits, ms.
 
     Where the package has no row of its own yet, a promoted idea speaks for it: its file is the shipped one.
     """
@@ -25,34 +26,41 @@ def section(entries: Sequence[dict]) -> str:
     if not shown:
         return "The package ships nothing yet that has been timed on a GPU."
     lines = [
-        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | arm | row |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | eager call | peak | arm | row |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for e in shown.values():
         share = f"{100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else ""
+        waits, peaks = callers.get(e["row_id"], (None, None)), (e["peak_bytes"], e["baseline_peak_bytes"])
+        eager = f"{waits[0]:.2f} to {waits[1]:.2f}" if all(waits) else ""
+        peak = f"{peaks[0] / peaks[1]:.2f}" if all(peaks) else ""
         lines.append(
             f"| {e['family']} {e['case']} | {e['mode']} | {e['baseline_ms']:.2f} | {e['ms']:.2f} | {e['ratio']:.2f} "
-            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | {e['arm']} | `{e['row_id']}` |"
+            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | {eager} | {peak} | {e['arm']} | `{e['row_id']}` |"
         )
     devices = ", ".join(dict.fromkeys(e["device"] for e in shown.values()))
-    notes = [f"Measured on {devices}. A ratio is fla's time divided by ours in the same process."]
+    notes = [
+        f"Measured on {devices}. A ratio is fla's time divided by ours in the same process. Eager call: ms that somebody "
+        "waits for one call and nothing else, fla to ours, the host's work included. Peak: of memory, as a share of fla's."
+    ]
     old = sum(bool(e.get("stale")) for e in shown.values())
     if old:
         notes.append(f"{old} of {len(shown)} rows are of an earlier source than the present (`stale` on the board).")
     return "\n".join([*lines, "", " ".join(notes)])
 
 
-def rendered(text: str, entries: Sequence[dict]) -> str:
+def rendered(text: str, entries: Sequence[dict], callers: dict[str, tuple]) -> str:
     """README text with the section between the marks replaced. ValueError when the marks are not there once each."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README.md: expected one {BEGIN!r} and one {END!r}")
     head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{section(entries)}\n{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n{section(entries, callers)}\n{END}{rest.partition(END)[2]}"
 
 
-def committed_entries() -> list[dict]:
-    """Leaderboard entries of `bench_logs/` alone."""
-    return board.entries(rows.read(registry.root() / "bench_logs"))
+def committed() -> tuple[list[dict], dict[str, tuple]]:
+    """The leaderboard's entries of `bench_logs/` alone, and what callers wait."""
+    found = rows.read(registry.root() / "bench_logs")
+    return board.entries(found), {r.row_id: (r.perf.baseline_caller_ms, r.perf.caller_ms) for r in found if r.perf}
 
 
 def path() -> Path:
@@ -60,4 +68,4 @@ def path() -> Path:
 
 
 if __name__ == "__main__":
-    path().write_text(rendered(path().read_text(encoding="utf-8"), committed_entries()), encoding="utf-8")
+    path().write_text(rendered(path().read_text(encoding="utf-8"), *committed()), encoding="utf-8")

@@ -1,8 +1,8 @@
 """The record: one JSON line per result, one file per run, appended and never edited.
 
-A row says what was measured, on what, of which source, by which command, and whether it passed its check. A time exists
-only in a row that passed: the schema refuses any other. `row_id` is a hash of the rest of the row, so that an edited row
-no longer answers to its name. Readers skip what they cannot read, and say which file.
+A row says what was measured, on what, of which source, by which command, and whether it passed its check. A time
+exists only in a row that passed: the schema refuses any other. `row_id` is a hash of the rest of the row, so a row
+that was edited afterwards no longer answers to its name. Readers skip what they cannot read, and say which file.
 """
 
 import hashlib

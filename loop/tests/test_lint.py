@@ -132,7 +132,7 @@ def stubs(root):
 def stale_numbers(root):
     """The README's numbers are those of the committed rows."""
     text = (root / "README.md").read_text(encoding="utf-8")
-    if text == readme.rendered(text, readme.committed_entries()):
+    if text == readme.rendered(text, *readme.committed()):
         return []
     return ["README.md: numbers differ from the rows in bench_logs; `python -m loop.readme` writes them"]
 
@@ -201,7 +201,7 @@ def test_a_wrong_tree_is_refused(rule, tmp_path):
     for document in DOCUMENTS:
         (tmp_path / document).parent.mkdir(exist_ok=True)
         (tmp_path / document).touch()
-    (tmp_path / "README.md").write_text(readme.rendered(f"{readme.BEGIN}\n{readme.END}\n", readme.committed_entries()))
+    (tmp_path / "README.md").write_text(readme.rendered(f"{readme.BEGIN}\n{readme.END}\n", *readme.committed()))
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     before = rule(tmp_path)
     path = tmp_path / name
@@ -212,7 +212,7 @@ def test_a_wrong_tree_is_refused(rule, tmp_path):
 
 
 def test_every_primary_case_has_its_baseline_in_every_mode():
-    recorded = {(e["family"], e["case"], e["mode"]) for e in readme.committed_entries() if e["arm"] == "000"}
+    recorded = {(e["family"], e["case"], e["mode"]) for e in readme.committed()[0] if e["arm"] == "000"}
     primary = [c for family in cases.FAMILIES for c in cases.select(family, "gpu", "primary")]
     assert {(c.family, c.id, mode) for c in primary for mode in rows.MODES} - recorded == set()
 
@@ -226,22 +226,27 @@ def test_readme_numbers_come_from_rows():
         "ms": 1.0,
         "baseline_ms": 2.0,
         "floor_ms": 0.5,
+        "peak_bytes": 3,
+        "baseline_peak_bytes": 4,
         "row_id": "abc",
     }
     text = f"head\n{readme.BEGIN}\nold\n{readme.END}\ntail\n"
     shown = readme.rendered(
-        text, [entry, entry | {"device": "cpu", "row_id": "hidden"}, entry | {"arm": "002", "row_id": "hidden"}]
+        text,
+        [entry, entry | {"device": "cpu", "row_id": "hidden"}, entry | {"arm": "002", "row_id": "hidden"}],
+        {"abc": (2.5, 1.5)},
     )
-    assert "| kda c | fwd | 2.00 | 1.00 | 2.00 | 1.900 to 2.100 | 50 % | ship | `abc` |" in shown
+    row = "| kda c | fwd | 2.00 | 1.00 | 2.00 | 1.900 to 2.100 | 50 % | 2.50 to 1.50 | 0.75 | ship | `abc` |"
+    assert row in shown
     assert "rows are of an earlier source" not in shown
     assert "old" not in shown
     assert "hidden" not in shown
     assert shown.startswith("head\n")
     assert shown.endswith("\ntail\n")
-    assert "1 of 1 rows are of an earlier source" in readme.rendered(text, [entry | {"stale": True}])
-    assert readme.rendered(shown, []) == readme.rendered(text, [])
+    assert "1 of 1 rows are of an earlier source" in readme.rendered(text, [entry | {"stale": True}], {})
+    assert readme.rendered(shown, [], {}) == readme.rendered(text, [], {})
     with pytest.raises(ValueError, match="expected one"):
-        readme.rendered("no marks", [])
+        readme.rendered("no marks", [], {})
 
 
 def test_release_refuses_before_it_sends():
