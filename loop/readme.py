@@ -26,7 +26,7 @@ def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
     if not shown:
         return "The package ships nothing yet that has been timed on a GPU."
     lines = [
-        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | share of floor | eager call | peak | arm | row |",
+        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | of floor | eager call | peak | arm | row |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for e in shown.values():
@@ -40,8 +40,9 @@ def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
         )
     devices = ", ".join(dict.fromkeys(e["device"] for e in shown.values()))
     notes = [
-        f"Measured on {devices}. A ratio is fla's time divided by ours in the same process. Eager call: ms that somebody "
-        "waits for one call and nothing else, fla to ours, the host's work included. Peak: of memory, as a share of fla's."
+        f"Measured on {devices}. A ratio is fla's time divided by ours in the same process. Eager call: ms that "
+        "somebody waits for one call and nothing else, fla to ours, the host's work included. Peak: of memory, as a "
+        "share of fla's."
     ]
     old = sum(bool(e.get("stale")) for e in shown.values())
     if old:
