@@ -53,6 +53,55 @@ KEYS, GK, XD, XS, XG, EDGE = 256, 4096, 8288, 10336, 11360, 11872
 STRETCH = 8 * 128 + 32
 BIAS = GK + 8 * 128
 E_AT = 64 * PITCH
+_ptx = cute.arch.inline_ptx
+
+
+# ===================================================================================================== PTX, as in `ptx`
+# Eight rows are here those of four lanes, 2 (lane % 4) and the next.
+def put_turned(addr, x):
+    """Two or four 8x8 bf16 matrices to shared memory, transposed: the opposite of `ptx.ldmatrix_n`."""
+    n = len(x)
+    regs = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
+    _ptx(f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [{{$r0}}], {{{regs}}};", read_only_args=[addr, *x])
+
+
+def of_lane(x, lane):
+    """x of one of the four lanes."""
+    return _ptx(
+        f"shfl.sync.idx.b32 {{$w0}}, {{$r0}}, {lane}, 0x1c1f, -1;", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def sum_later_lanes(x):
+    """The sum over the later ones of the four lanes."""
+    return _ptx(
+        "{ .reg .pred p; .reg .f32 x, y, z; shfl.sync.down.b32 y|p, {$r0}, 1, 0x1c1f, -1; "
+        "selp.f32 y, y, 0f00000000, p; add.f32 x, {$r0}, y; shfl.sync.down.b32 z|p, x, 2, 0x1c1f, -1; "
+        "@p add.f32 y, y, z; mov.f32 {$w0}, y; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+def bound_pairs(e, step, limit):
+    """`ptx.bound_exponents` where the eight rows are those of four lanes."""
+    n = len(e)
+    r, w = [f"{{$r{i}}}" for i in range(n)], [f"{{$w{i}}}" for i in range(n)]
+    code = [f"{{ .reg .pred p, q; .reg .f32 a, b, m, x, y, z; abs.f32 m, {r[0]};"]
+    code += [f"abs.f32 x, {x}; max.f32 m, m, x;" for x in r[1:]]
+    code += [f"mov.f32 {x}, {y};" for x, y in zip(w, r, strict=True)]
+    code.append(f"setp.gt.f32 p, m, {float(limit)}; vote.sync.any.pred q, p, -1; @!q bra.uni BOUNDED;")
+    for i in range(0, n, 2):
+        code.append(f"shfl.sync.up.b32 y|p, {r[i + 1]}, 1, 0x1c00, -1; sub.f32 a, y, {r[i]};")
+        code.append(f"sub.f32 a, a, {float(step)}; max.f32 a, a, 0f00000000; selp.f32 a, a, 0f00000000, p;")
+        code.append(f"sub.f32 b, {r[i]}, {r[i + 1]}; sub.f32 b, b, {float(step)}; max.f32 b, b, 0f00000000;")
+        code.append("add.f32 x, a, b; shfl.sync.up.b32 y|p, x, 1, 0x1c00, -1; selp.f32 y, y, 0f00000000, p;")
+        code.append("add.f32 x, x, y; shfl.sync.up.b32 z|p, x, 2, 0x1c00, -1; @p add.f32 y, y, z;")
+        code.append(f"add.f32 a, a, y; add.f32 b, b, a; add.f32 a, a, {r[i]}; add.f32 b, b, {r[i + 1]};")
+        code.append("shfl.sync.idx.b32 y, b, 1, 0x1c1f, -1; shfl.sync.idx.b32 z, a, 2, 0x1c1f, -1; add.f32 y, y, z;")
+        code.append(f"fma.rn.f32 {w[i]}, y, 0fBF000000, a; fma.rn.f32 {w[i + 1]}, y, 0fBF000000, b;")
+    code.append("BOUNDED: }")
+    return _ptx(" ".join(code), write_only_types=[Float32] * n, read_only_args=[*e])
 
 
 # =================================================================================================== a warp, 16 columns
@@ -190,7 +239,7 @@ def _split(x, f):
 
 def _from_middle(at, j, g):
     """2^(gk in the middle of 8 rows - gk); targets take its inverse, so that only one of the two stays in registers."""
-    e = ptx.bound_pairs([x - y for x, y in zip(g, _columns(_of_row(at, j, 3)), strict=True)], 32, 112)
+    e = bound_pairs([x - y for x, y in zip(g, _columns(_of_row(at, j, 3)), strict=True)], 32, 112)
     return [ptx.ex2(-x) for x in e]
 
 
@@ -286,7 +335,7 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
         if cfg.scaled:
             k = _times(k, _rows(ptx.lds2f(at.rows + 2 * b * 128 + 24)))
         low.fm = _from_middle(at, 2 * b, _gates(at, 2 * b))
-        low.source, low.last = _split(k, low.fm), [ptx.rcp(ptx.of_lane(low.fm[n], 3)) for n in (1, 3)]
+        low.source, low.last = _split(k, low.fm), [ptx.rcp(of_lane(low.fm[n], 3)) for n in (1, 3)]
 
         for i in (1, 0):
             j, row = 2 * b + i, 16 * b + 8 * i
@@ -301,10 +350,10 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
                 ptx.sync_warp()
                 _copy_inputs(cfg, io, at, b - 1)
             _inside(at, b, i, q, k, kb, g, low, sums)
-            if b:
-                ours[i] = _as_target(at, b, i, q, kb, g, before, decays, sources, sums)
             if b < 3:
                 _as_source(at, b, i, g, end, decays, sources[b][2 * i : 2 * i + 2], targets, sums)
+            if b:
+                ours[i] = _as_target(at, b, i, q, kb, g, before, decays, sources, sums)
 
             # ---- add the pairs of a row with itself; dq and dk wait in gk's place
             dq = [x + d * y for x, d, y in zip(sums.dq, _rows([d0, d1]), k, strict=True)]
@@ -312,16 +361,16 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
             dk = [x + d * y for x, d, y in zip(dk, _rows([d0, d1]), q, strict=True)]
             db[i] = [k[n] * sums.zk[n] + k[n + 2] * sums.zk[n + 2] for n in range(2)]
             ptx.sync_warp()  # everybody has read gk of these rows
-            ptx.put_turned(at.waiting + j * 128, [*_packed(dq), *_packed(dk)])
+            put_turned(at.waiting + j * 128, [*_packed(dq), *_packed(dk)])
 
             # ---- dg: summed over this and all later rows; through the gate; out
             dg = sums.dg
             for n in range(2):
-                later = ptx.sum_later_lanes(dg[2 * n] + dg[2 * n + 1]) + shared[n]
+                later = sum_later_lanes(dg[2 * n] + dg[2 * n + 1]) + shared[n]
                 dg[2 * n + 1] = later + dg[2 * n + 1]
                 dg[2 * n] = dg[2 * n + 1] + dg[2 * n]
                 if j:
-                    shared[n] = ptx.of_lane(dg[2 * n], 0)
+                    shared[n] = of_lane(dg[2 * n], 0)
             if cfg.gate != "log":
                 if i:
                     ptx.wait_group(0)
@@ -334,7 +383,7 @@ def _gradients(cfg, io, at, lane, rate, lower_bound):
                     dA = dA + da
                 dbias = [x + dg[2 * n] + dg[2 * n + 1] for n, x in enumerate(dbias)]
             if cfg.g_bytes == 2:
-                ptx.put_turned(at.turned + XD + j * 256, _packed(dg))
+                put_turned(at.turned + XD + j * 256, _packed(dg))
             else:
                 for n in range(4):
                     off = (row + n % 2) * at.sG * 4 + n // 2 * 32

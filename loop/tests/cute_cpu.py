@@ -5,6 +5,7 @@ their alignment are checked. A missing barrier goes unnoticed, because no thread
 import contextlib
 import itertools
 import types
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
+OWN = {"put_turned", "of_lane", "sum_later_lanes", "bound_pairs"}  # instructions that a kernel's own file may have
 active = np.ones(THREADS, bool)
 
 
@@ -290,6 +292,8 @@ def launcher(module, cfg):
             arch.block_idx = lambda pid=pid: (*map(np.int32, pid), 0)
             smem.bytes[:] = 0xFF
             module.ptx = Ptx(gmem, smem)
+            for name in filter(partial(hasattr, module), OWN):
+                setattr(module, name, getattr(module.ptx, name))
             with np.errstate(over="raise", invalid="raise", divide="raise", under="ignore"):
                 module._kernel(*flat, *(np.int32(x) if isinstance(x, int) else np.float32(x) for x in numbers), cfg)
         for x, place in zip(tensors, places, strict=True):

@@ -326,55 +326,6 @@ def bound_exponents(e, step, limit):
     return _ptx(" ".join(code), write_only_types=[Float32] * n, read_only_args=[*e])
 
 
-def put_turned(addr, x):
-    """Two or four 8x8 bf16 matrices to shared memory, transposed: the opposite of `ldmatrix_n`."""
-    n = len(x)
-    regs = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
-    _ptx(
-        f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [{{$r0}}], {{{regs}}};", read_only_args=[addr, *x]
-    )
-
-
-# ------------------------------------------ eight rows of four lanes: 2 (lane % 4) and the next, pair by pair in a list
-def of_lane(x, lane):
-    """x of one of the four lanes."""
-    return _ptx(
-        f"shfl.sync.idx.b32 {{$w0}}, {{$r0}}, {lane}, 0x1c1f, -1;", write_only_types=[Float32], read_only_args=[x]
-    )
-
-
-def sum_later_lanes(x):
-    """The sum over the later ones of the four lanes."""
-    return _ptx(
-        "{ .reg .pred p; .reg .f32 x, y, z; shfl.sync.down.b32 y|p, {$r0}, 1, 0x1c1f, -1; "
-        "selp.f32 y, y, 0f00000000, p; add.f32 x, {$r0}, y; shfl.sync.down.b32 z|p, x, 2, 0x1c1f, -1; "
-        "@p add.f32 y, y, z; mov.f32 {$w0}, y; }",
-        write_only_types=[Float32],
-        read_only_args=[x],
-    )
-
-
-def bound_pairs(e, step, limit):
-    """`bound_exponents` where the eight rows are those of four lanes."""
-    n = len(e)
-    r, w = [f"{{$r{i}}}" for i in range(n)], [f"{{$w{i}}}" for i in range(n)]
-    code = [f"{{ .reg .pred p, q; .reg .f32 a, b, m, x, y, z; abs.f32 m, {r[0]};"]
-    code += [f"abs.f32 x, {x}; max.f32 m, m, x;" for x in r[1:]]
-    code += [f"mov.f32 {x}, {y};" for x, y in zip(w, r, strict=True)]
-    code.append(f"setp.gt.f32 p, m, {float(limit)}; vote.sync.any.pred q, p, -1; @!q bra.uni BOUNDED;")
-    for i in range(0, n, 2):
-        code.append(f"shfl.sync.up.b32 y|p, {r[i + 1]}, 1, 0x1c00, -1; sub.f32 a, y, {r[i]};")
-        code.append(f"sub.f32 a, a, {float(step)}; max.f32 a, a, 0f00000000; selp.f32 a, a, 0f00000000, p;")
-        code.append(f"sub.f32 b, {r[i]}, {r[i + 1]}; sub.f32 b, b, {float(step)}; max.f32 b, b, 0f00000000;")
-        code.append("add.f32 x, a, b; shfl.sync.up.b32 y|p, x, 1, 0x1c00, -1; selp.f32 y, y, 0f00000000, p;")
-        code.append("add.f32 x, x, y; shfl.sync.up.b32 z|p, x, 2, 0x1c00, -1; @p add.f32 y, y, z;")
-        code.append(f"add.f32 a, a, y; add.f32 b, b, a; add.f32 a, a, {r[i]}; add.f32 b, b, {r[i + 1]};")
-        code.append("shfl.sync.idx.b32 y, b, 1, 0x1c1f, -1; shfl.sync.idx.b32 z, a, 2, 0x1c1f, -1; add.f32 y, y, z;")
-        code.append(f"fma.rn.f32 {w[i]}, y, 0fBF000000, a; fma.rn.f32 {w[i + 1]}, y, 0fBF000000, b;")
-    code.append("BOUNDED: }")
-    return _ptx(" ".join(code), write_only_types=[Float32] * n, read_only_args=[*e])
-
-
 def larger(x, y):
     return _ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
