@@ -1,6 +1,6 @@
 """Runs a CuTe kernel that is written in `_common.ptx` instructions on the CPU: a CTA's threads in lockstep, as numpy
 arrays. Copies to shared memory land when they are waited for, and until then their place holds NaNs; addresses and
-their alignment are checked. A missing barrier goes unnoticed, because no thread lags behind."""
+their alignment are checked. No thread lags behind: missing barriers are what `cute_races` finds."""
 
 import contextlib
 import itertools

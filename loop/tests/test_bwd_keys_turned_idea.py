@@ -1,7 +1,9 @@
 """Idea 021 against its stages in fp64, on the CPU: 019's value side as torch, its own key side thread by thread."""
 
+import re
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from loop import registry, spans
-from loop.tests import cute_cpu
+from loop.tests import cute_cpu, cute_races
 from loop.tests.test_bwd_keys_exact_idea import SMALL, Both, pairs_alone, value_side
 from loop.tests.test_bwd_keys_idea import STEPS
 
@@ -20,20 +22,49 @@ PATH = registry.find("021").kernel
 pairs_alone = partial(pairs_alone, path=PATH)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_gradient_is_within_its_budget(name, monkeypatch):
-    """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
+def emulated(monkeypatch, source=PATH):
+    """The idea with its kernels on the CPU."""
     from kernel_fun.kda.stages import k019_bwd_keys_exact as parent
 
-    idea, keys = registry.load("021"), Both(PATH)
+    idea, keys = registry.load("021"), Both(source)
     values, _ = value_side()
     monkeypatch.setattr(parent, "value_kernel", values.value_kernel)
     monkeypatch.setattr(parent, "_tiles", values._tiles)
     monkeypatch.setattr(idea, "supports", lambda p: (True, ""))
     monkeypatch.setattr(idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(keys, keys._Config(*cfg)))
-    found = spans.check_spans(idea, SMALL[name])
+    return idea
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_gradient_is_within_its_budget(name, monkeypatch):
+    """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
+    found = spans.check_spans(emulated(monkeypatch), SMALL[name])
     assert {e.tensor for e in found} >= {"dq", "dk", "dv", "dg", "dbeta"}
     assert [str(e) for e in found if not e.ok] == []
+
+
+def races(monkeypatch, name, source=PATH):
+    class Ptx(cute_races.Ptx):
+        found: ClassVar = []
+
+    monkeypatch.setattr(cute_cpu, "Ptx", Ptx)
+    spans.check_spans(emulated(monkeypatch, source), SMALL[name])
+    return Ptx.found
+
+
+@pytest.mark.parametrize("name", ["gate", "fp32_gate", "log_normed", "gva", "ragged"])
+def test_no_thread_reads_or_overwrites_too_early(name, monkeypatch):
+    assert races(monkeypatch, name) == []
+
+
+BARRIERS = [m.span() for m in re.finditer(r"ptx\.sync_(warp|cta)\(\)", PATH.read_text())]
+
+
+@pytest.mark.parametrize("span", BARRIERS, ids=str)
+def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
+    text, copy = PATH.read_text(), tmp_path / "kernel.py"
+    copy.write_text(text[: span[0]] + "None" + text[span[1] :])
+    assert races(monkeypatch, "gate", copy) != []
 
 
 @pytest.mark.parametrize("name", STEPS)
