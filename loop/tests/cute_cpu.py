@@ -1,10 +1,11 @@
 """Runs a CuTe kernel that is written in `_common.ptx` instructions on the CPU: a CTA's threads in lockstep, as numpy
 arrays. Copies to shared memory land when they are waited for, and until then their place holds NaNs; addresses and
-their alignment are checked. A missing barrier goes unnoticed, because no thread lags behind."""
+their alignment are checked. No thread lags behind: missing barriers are what `cute_races` finds."""
 
 import contextlib
 import itertools
 import types
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
+OWN = {"put_turned", "of_lane", "sum_later_lanes", "bound_pairs"}  # instructions that a kernel's own file may have
 active = np.ones(THREADS, bool)
 
 
@@ -149,15 +151,34 @@ class Ptx:
     def sum_later_rows(self, x):
         return np.cumsum(self.rows(x)[:, ::-1], 1, dtype=np.float32)[:, ::-1].reshape(-1)
 
-    def bound_exponents(self, e, step, limit):
-        rows = [self.rows(x) for x in e]
+    @staticmethod
+    def bound(rows, step, limit):
+        """`bound_exponents` of arrays [warps, 8 rows, columns]."""
         bad = np.max([np.abs(x).max((1, 2), keepdims=True) for x in rows], 0) > limit
         out = []
         for x in rows:
             fall = np.maximum(-np.diff(x, axis=1, prepend=x[:, :1]) - np.float32(step), 0)
             y = x + np.cumsum(fall, 1, dtype=np.float32)
-            out.append(np.where(bad, y - (y[:, 3:4] + y[:, 4:5]) / 2, x).reshape(-1))
+            out.append(np.where(bad, y - (y[:, 3:4] + y[:, 4:5]) / 2, x))
         return out
+
+    def bound_exponents(self, e, step, limit):
+        return [x.reshape(-1) for x in self.bound([self.rows(x) for x in e], step, limit)]
+
+    # ---- eight rows of four lanes
+    of_lane = staticmethod(lambda x, lane: threads(x, np.float32)[BASE + LANE // 4 * 4 + lane])
+
+    @staticmethod
+    def sum_later_lanes(x):
+        x = threads(x, np.float32).reshape(-1, 4)
+        later = np.cumsum(x[:, :0:-1], 1, dtype=np.float32)[:, ::-1]
+        return np.concatenate([later, np.zeros_like(x[:, :1])], 1).reshape(-1)
+
+    def bound_pairs(self, e, step, limit):
+        columns = [np.stack([threads(x, np.float32) for x in e[i : i + 2]], 1) for i in range(0, len(e), 2)]
+        rows = [x.reshape(WARPS, 8, 8).transpose(0, 2, 1) for x in columns]
+        out = [x.transpose(0, 2, 1).reshape(THREADS, 2) for x in self.bound(rows, step, limit)]
+        return [y for x in out for y in x.T]
 
     # ---- matrices; the layouts are those of the PTX manual
     @staticmethod
@@ -178,6 +199,11 @@ class Ptx:
         rows = self.smem.read(address, 16, np.uint16).reshape(WARPS, 4, 8, 8)
         tiles = as_float(rows.astype(np.uint32) << 16).reshape(rows.shape)
         return [self.lanes(tiles[:, i].transpose(0, 2, 1) if transposed else tiles[:, i]) for i in range(n)]
+
+    def put_turned(self, address, x):
+        address = threads(address, np.int64).reshape(WARPS, 4, 8)[:, : len(x)].reshape(-1)
+        tiles = np.stack([self.tile(y).transpose(0, 2, 1) for y in x], 1)
+        self.smem.write(address, round_bf16_any(tiles).astype(np.uint16).reshape(-1, 8))
 
     def product(self, c, a, b):
         c = np.stack([threads(x, np.float32) for x in c], 1).reshape(WARPS, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
@@ -266,6 +292,8 @@ def launcher(module, cfg):
             arch.block_idx = lambda pid=pid: (*map(np.int32, pid), 0)
             smem.bytes[:] = 0xFF
             module.ptx = Ptx(gmem, smem)
+            for name in filter(partial(hasattr, module), OWN):
+                setattr(module, name, getattr(module.ptx, name))
             with np.errstate(over="raise", invalid="raise", divide="raise", under="ignore"):
                 module._kernel(*flat, *(np.int32(x) if isinstance(x, int) else np.float32(x) for x in numbers), cfg)
         for x, place in zip(tensors, places, strict=True):

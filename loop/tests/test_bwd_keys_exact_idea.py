@@ -27,14 +27,14 @@ def value_side():
 
 
 class Both:
-    """The idea's module and the parent's, of which it takes functions: what is set in the one is set in the other."""
+    """An idea's module and 015's, of which it takes functions: what is set in the one is set in the other."""
 
-    def __init__(self):
+    def __init__(self, path=PATH):
         from kernel_fun.kda.stages import k015_bwd_keys
 
         parent = cute_cpu.load(Path(k015_bwd_keys.__file__))
         with mock.patch.dict(sys.modules, {PARENT: parent}):
-            self.__dict__["modules"] = cute_cpu.load(PATH), parent
+            self.__dict__["modules"] = cute_cpu.load(path), parent
 
     def __getattr__(self, name):
         return getattr(self.modules[0], name)
@@ -86,7 +86,7 @@ def test_the_value_side_waits_for_what_it_reads(products, loads, stores):
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-def pairs_alone(step, q=None, k=None, D=None, E=None, seed=0):
+def pairs_alone(step, q=None, k=None, D=None, E=None, seed=0, path=PATH):
     """One chunk without states or pairs of a row with itself: dq, dk, dg [64,K], db [64]; and the same from fp64. D and
     E, [64,64], are handed over as the value side does, with NaNs where nobody may look."""
     draw = torch.Generator().manual_seed(seed)
@@ -101,7 +101,7 @@ def pairs_alone(step, q=None, k=None, D=None, E=None, seed=0):
     rest = torch.stack([(x - y)[near].view(64, 8).bfloat16() for x, y in zip((D, E), hi, strict=True)], 1)
     D, E = (torch.where(near, y.float() + (x - y).bfloat16(), y) for x, y in zip((D, E), hi, strict=True))
     hi = [x.masked_fill(above, float("nan")) for x in hi]
-    keys = Both()
+    keys = Both(path)
     cfg = keys._Config(False, "log", False, False, False, False, 4, 1, 1)
     none, far = torch.zeros(64 * 128).bfloat16(), torch.zeros(128)
     out = [torch.zeros(64 * 128).bfloat16(), torch.zeros(64 * 128).bfloat16(), torch.zeros(64 * 128), torch.zeros(64)]

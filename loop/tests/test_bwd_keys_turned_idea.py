@@ -1,0 +1,137 @@
+"""Idea 021 against its stages in fp64, on the CPU: 019's value side as torch, its own key side thread by thread."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from loop import registry, spans
+from loop.tests import cute_cpu, cute_races
+from loop.tests.test_bwd_keys_exact_idea import SMALL, Both, pairs_alone, value_side
+from loop.tests.test_bwd_keys_idea import STEPS
+
+pytest.importorskip("cutlass", reason="the idea's key side needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested there")
+PATH = registry.find("021").kernel
+pairs_alone = partial(pairs_alone, path=PATH)
+
+
+def emulated(monkeypatch, source=PATH):
+    """The idea with its kernels on the CPU."""
+    from kernel_fun.kda.stages import k019_bwd_keys_exact as parent
+
+    idea, keys = registry.load("021"), Both(source)
+    values, _ = value_side()
+    monkeypatch.setattr(parent, "value_kernel", values.value_kernel)
+    monkeypatch.setattr(parent, "_tiles", values._tiles)
+    monkeypatch.setattr(idea, "supports", lambda p: (True, ""))
+    monkeypatch.setattr(idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(keys, keys._Config(*cfg)))
+    return idea
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_gradient_is_within_its_budget(name, monkeypatch):
+    """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
+    found = spans.check_spans(emulated(monkeypatch), SMALL[name])
+    assert {e.tensor for e in found} >= {"dq", "dk", "dv", "dg", "dbeta"}
+    assert [str(e) for e in found if not e.ok] == []
+
+
+def races(monkeypatch, name, source=PATH):
+    class Ptx(cute_races.Ptx):
+        found: ClassVar = []
+
+    monkeypatch.setattr(cute_cpu, "Ptx", Ptx)
+    spans.check_spans(emulated(monkeypatch, source), SMALL[name])
+    return Ptx.found
+
+
+@pytest.mark.parametrize("name", ["gate", "fp32_gate", "log_normed", "gva", "ragged"])
+def test_no_thread_reads_or_overwrites_too_early(name, monkeypatch):
+    assert races(monkeypatch, name) == []
+
+
+BARRIERS = [m.span() for m in re.finditer(r"ptx\.sync_(warp|cta)\(\)", PATH.read_text())]
+
+
+@pytest.mark.parametrize("span", BARRIERS, ids=str)
+def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
+    text, copy = PATH.read_text(), tmp_path / "kernel.py"
+    copy.write_text(text[: span[0]] + "None" + text[span[1] :])
+    assert races(monkeypatch, "gate", copy) != []
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_pairs_of_rows_at_any_gate(name):
+    got, want = pairs_alone(STEPS[name])
+    for x, y, limit in zip(got, want, (4e-3, 4e-3, 5e-3, 3e-3), strict=True):
+        scale = max(y.norm().item(), 1e-6)
+        assert (x - y).norm() <= limit * scale, (name, float((x - y).norm() / scale))
+
+
+@pytest.mark.parametrize("step", [-5.0, -16.0, -24.0])
+def test_pairs_close_by_are_exact_to_sixteen_bits(step):
+    """At strong gates neighbours are all there is; of them only those of different 16 rows are rounded, 3 of 63."""
+    (_, _, dg, _), (_, _, want, _) = pairs_alone(torch.full((64, 128), step))
+    row = torch.arange(64)
+    for rows, limit in ((row % 16 != 0, 3e-5), ((row % 16 == 0) & (row > 0), 5e-3)):
+        assert (dg - want)[rows].norm() <= limit * want[rows].norm()
+
+
+@pytest.mark.parametrize("name", ["none", "typical", "beyond", "masks"])
+def test_every_pair_leaves_dg_as_it_entered(name):
+    """The same operands on both sides, or 16 bits of them: the sum over a chunk is 0 up to 2^-16 of what it leaves."""
+    (_, _, dg, _), _ = pairs_alone(STEPS[name])
+    assert dg[0].abs().max() <= 2.0**-16 * dg.abs().sum(0).max()
+
+
+def test_equal_keys_leave_no_gradient_where_nothing_passes():
+    """Unit keys, all the same, at g = -5: what the pairs leave behind is below 2^-17 of them."""
+    one = F.normalize(torch.ones(64, 128), dim=-1).bfloat16()
+    step = torch.full((64, 128), -5 / 0.6931471805599453)
+    (_, _, dg, _), (_, _, want, _) = pairs_alone(step, q=one, k=one)
+    assert (dg - want)[0].abs().max() <= 2.0**-17 * want.abs().sum(0).max()
+
+
+def test_no_access_to_shared_memory_meets_a_bank_twice():
+    """A warp's reads, and what it turns, take no more passes over the 32 banks than there are 128 bytes."""
+    met = []
+
+    def note(address, size):
+        """Most words of one bank for lanes that are served together."""
+        address = np.broadcast_to(address, (cute_cpu.THREADS,)).astype(np.int64).reshape(-1, min(128 // size, 32))
+        for group in address[..., None] // 4 + np.arange(size // 4):
+            words = np.unique(group)
+            met.append(np.bincount(words % 32).max())
+
+    class Ptx(cute_cpu.Ptx):
+        def lds(self, address, n, dtype):
+            note(address, 4 * n)
+            return super().lds(address, n, dtype)
+
+        def ldmatrix_n(self, address, n, transposed):
+            note(np.where(8 * n > cute_cpu.LANE, address, self.smem.start), 16)
+            return super().ldmatrix_n(address, n, transposed)
+
+        def put_turned(self, address, x):
+            note(np.where(8 * len(x) > cute_cpu.LANE, address, self.smem.start), 16)
+            super().put_turned(address, x)
+
+    with mock.patch.object(cute_cpu, "Ptx", Ptx):
+        pairs_alone(STEPS["typical"])
+    assert met
+    assert max(met) == 1
+
+
+def test_refuses_what_it_cannot_do():
+    idea = registry.load("021")
+    p = replace(SMALL["gate"].problem(), arch=(9, 0))
+    assert idea.supports(p) == (True, "")
+    assert idea.supports(replace(p, K=64)) == (False, "needs K=128, got 64")
+    assert not idea.supports(replace(p, B=2**16))[0]
