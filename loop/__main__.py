@@ -89,7 +89,7 @@ def bench(
     family: Family,
     impl: Impl,
     case: Case = "smoke",
-    mode: Annotated[str, typer.Option(help="fwd, bwd, fwdbwd, by commas.")] = "fwdbwd",
+    mode: Annotated[str, typer.Option(help="fwd, bwd, fwdbwd, or with -loop (eager calls), by commas.")] = "fwdbwd",
     baseline: Annotated[
         str, typer.Option(help="What ratios are against; default 000, and ship where --impl has it.")
     ] = "",

@@ -5,7 +5,8 @@ or all run eagerly when one cannot be captured; then in each block every arm is 
 rotated and reversed order, behind a short device-side wait so that the host's launch work is never in the number. The
 baseline runs twice in each block (A/A): what it differs from itself by is what the run cannot tell apart. A GPU's first
 blocks are not kept (in v1 they were): the clock is still low. Clocks are read, never set. On a CPU the same blocks are
-timed with the host's clock; such rows say so and promote nothing.
+timed with the host's clock; such rows say so and promote nothing. Modes that end in -loop time eager calls one after
+another, behind no wait, as a training script makes them: the slower of host and device counts. They promote nothing.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import torch
 
 from loop import arms, calls, cases, check, inputs, nvml, registry, results, stats, verdict
 from loop.lanes import ContextLost, Lane, Run, drop, guarded, one_line, stop_if_lost
-from loop.rows import Row, Writer
+from loop.rows import MODES, Row, Writer
 
 BLOCKS, SLOW_BLOCKS = 21, 15
 CPU_BLOCKS, CPU_SLOW_BLOCKS = 5, 3
@@ -29,6 +30,7 @@ SETTLE_S = 0.4  # of blocks that are not kept: after those products the clock ta
 WARM_S = 0.5  # of matrix products before the first block, so that the clocks have settled
 QUEUE_S = 0.02  # of host time may be enqueued ahead
 LAUNCH_S = 2e-4  # the device waits at least this long while the host enqueues a sample
+LOOP_S = 2e-2  # a sample of a plain loop lasts at least this
 MAX_CLOCK_HZ = 2.0e9  # turns seconds into cycles of that wait
 
 
@@ -50,15 +52,15 @@ def bench(
 
     Args:
         impls: arm names, or arms. The baselines are added when they are missing.
-        case: from `loop.cases`. mode: fwd, bwd or fwdbwd.
+        case: from `loop.cases`. mode: fwd, bwd, fwdbwd, or one of them with -loop.
         checks: arm name -> CheckResult of this process. An arm without one is checked here and added; one that did not
             pass is a row with its status and no time; a result of another process, arm, source or case is refused.
         blocks: default 21, 15 for runs that would take over 8 s, 5 on a CPU. progress: called as (what, done, total).
 
     Raises ValueError for an unknown mode, arm or family, or a GPU case without a GPU; it writes no row then.
     """
-    if mode not in calls.MODES:
-        raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(calls.MODES)}")
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
     device = "cuda" if arms.on_gpu() else "cpu"
     cases.require_device(case, device)
     built = {a.name: a for a in (x if isinstance(x, arms.Arm) else arms.make(family, x) for x in impls)}
@@ -66,7 +68,7 @@ def bench(
         if name not in built:
             built = {name: arms.make(family, name), **built}
     checks = {} if checks is None else checks
-    lanes, run = [Lane(arm) for arm in built.values()], Run()
+    lanes, run = [Lane(arm) for arm in built.values()], Run(loop=mode.endswith(calls.LOOP))
     cmd = cmd or results.command(family, list(built), case.id, mode, baselines, blocks)
     base = next(lane for lane in lanes if lane.arm.name == baselines[0])
     try:
@@ -96,7 +98,7 @@ def _admit(arm: arms.Arm, case, mode: str, checks: dict, progress) -> tuple[str,
     result = checks[arm.name]
     if not result.ok:
         return str(result.status), result.message
-    verdict.require(result.token, arm, case, result.device, grad=mode != "fwd")
+    verdict.require(result.token, arm, case, result.device, grad=calls.pass_of(mode) != "fwd")
     return None
 
 
@@ -121,7 +123,7 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
             _blocks(run, alive, base, blocks, _gpu_sample, progress)
             for lane in alive:  # last, so that the profiler is not in the times; without it a time is still a time
                 with contextlib.suppress(RuntimeError, AssertionError):
-                    lane.launches = lane.arm.launches(sets[0], mode)
+                    lane.launches = lane.arm.launches(sets[0], calls.pass_of(mode))
     finally:
         for lane in lanes:
             drop(lane)
@@ -152,7 +154,7 @@ def _prepare(lane: Lane, sets: list[inputs.Inputs], mode: str) -> None:
         return
     torch.cuda.synchronize()
     with torch.cuda.stream(_stream()):
-        calls.make(lane.arm, sets[0], "fwd" if mode == "fwd" else "fwdbwd")()  # tunes before memory is read
+        calls.make(lane.arm, sets[0], "fwd" if calls.pass_of(mode) == "fwd" else "fwdbwd")()  # tunes first
         lane.peak_bytes, lane.saved_bytes = calls.memory(lane.arm, sets[0], mode)
         lane.calls = [calls.make(lane.arm, one, mode) for one in sets]
         lane.unit = _eager(lane)
@@ -187,6 +189,9 @@ def _capture(run: Run, lanes: list[Lane], case) -> None:
 
     Packed cases stay eager: a graph would freeze their chunk tables, so the package sends a captured call to fla.
     """
+    if run.loop:
+        run.timer = "loop"
+        return
     if case.lengths:
         run.timer, run.timer_note = "eager", "packed sequences: a graph would freeze their chunk tables"
         return
@@ -244,7 +249,8 @@ def _blocks(run: Run, lanes: list[Lane], base: Lane, blocks: int | None, sample:
     """The paired blocks: every lane and the A/A copy of the baseline once each, in the protocol's order."""
     gpu = run.timer != "cpu"
     for lane in lanes:
-        lane.reps = max(1, math.ceil((SAMPLE_S if gpu else CPU_SAMPLE_S) / max(lane.unit_s, 1e-6)))
+        least = (LOOP_S if run.loop else SAMPLE_S) if gpu else CPU_SAMPLE_S
+        lane.reps = max(1, math.ceil(least / max(lane.unit_s, 1e-6)))
         if run.timer == "eager":  # the launches of a sample must fit the device's queue
             lane.reps = min(lane.reps, max(1, int(QUEUE_S / lane.host_s)))
     block_s = sum(lane.unit_s * (1 + lane.reps) for lane in [*lanes, base])
@@ -274,7 +280,7 @@ def _block(run: Run, places: list, base: Lane, order: Sequence[int], sample: Cal
 
 def _gpu_sample(lane: Lane, run: Run) -> tuple[float, int | None]:
     """ms per call of one timed sample, and the SM clock during it."""
-    wait = LAUNCH_S + (1.2 * lane.host_s * lane.reps if run.timer == "eager" else 0.0)
+    wait = 0.0 if run.loop else LAUNCH_S + (1.2 * lane.host_s * lane.reps if run.timer == "eager" else 0.0)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lane.unit()
     torch.cuda._sleep(int(min(wait, 0.05) * MAX_CLOCK_HZ))

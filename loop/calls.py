@@ -4,6 +4,7 @@ fwd      the forward without gradients, which keeps nothing for a backward
 bwd      `torch.autograd.grad` on the retained graph of a forward that ran beforehand
 fwdbwd   forward, then `torch.autograd.grad`; nothing accumulates
 """
+# A mode may end in -loop: the same call, but timed in a plain loop of eager calls (see `loop.bench`).
 
 import json
 import statistics
@@ -16,11 +17,17 @@ import torch
 
 from loop.inputs import INCOMING, Inputs
 
-MODES = ("fwd", "bwd", "fwdbwd")
+PASSES, LOOP = ("fwd", "bwd", "fwdbwd"), "-loop"
+
+
+def pass_of(mode: str) -> str:
+    """What a mode times: fwd, bwd or fwdbwd."""
+    return mode.removesuffix(LOOP)
 
 
 def make(arm, inputs: Inputs, mode: str) -> Callable[[], object]:
     """The call. For "bwd" the forward runs here, on the current stream; its residuals live as long as the call does."""
+    mode = pass_of(mode)
     if mode == "fwd":
         return lambda: arm.op(inputs, False)
     with_leaves, leaves = leaf_inputs(inputs)
@@ -54,6 +61,7 @@ def memory(arm, inputs: Inputs, mode: str) -> tuple[int | None, int | None]:
     """
     if not torch.cuda.is_available():
         return None, None
+    mode = pass_of(mode)
     with_leaves, leaves = leaf_inputs(inputs)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

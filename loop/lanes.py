@@ -34,6 +34,7 @@ class Lane:
 class Run:
     """What a run's arms have in common."""
 
+    loop: bool = False  # a plain loop of eager calls
     timer: str = "cpu"
     timer_note: str = ""
     sets: int = 1

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from loop import arms, contract, env, rows, stats
+from loop import arms, calls, contract, env, rows, stats
 
 IMPLAUSIBLE = 0.9  # a time below this share of the least bytes' time means that the timing or the floor is wrong
 CACHE_MULTIPLE = 4  # that test needs tensors well beyond the L2
@@ -157,7 +157,7 @@ def _floor(family: str, case, mode: str):
     """The contract's floor; None where its ceilings do not hold (they are an H200's)."""
     if not arms.on_gpu():
         return None
-    return contract.floor(family, mode, case.problem(arms.arch()))
+    return contract.floor(family, calls.pass_of(mode), case.problem(arms.arch()))
 
 
 def _perf(run, lane, other, aa: stats.Interval, case, mode: str) -> rows.Perf:

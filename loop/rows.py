@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from loop.registry import root
 
 SCHEMA = 1
-MODES = ("fwd", "bwd", "fwdbwd")
-Mode = Literal["fwd", "bwd", "fwdbwd"]
+MODES = ("fwd", "bwd", "fwdbwd", "fwd-loop", "bwd-loop", "fwdbwd-loop")
+Mode = Literal["fwd", "bwd", "fwdbwd", "fwd-loop", "bwd-loop", "fwdbwd-loop"]
 Kind = Literal["bench", "check", "firstcall", "run"]
 Verdict = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR"]
 Status = Literal[
@@ -111,7 +111,7 @@ class Perf(Part):
     calls_per_sample: int
     input_sets: int
     input_bytes: int  # of all sets together
-    timer: Literal["graph", "eager", "cpu"]
+    timer: Literal["graph", "eager", "loop", "cpu"]
     timer_note: str = ""  # why not a graph
     sm_mhz: tuple[int, ...] = ()  # one per block, of the arm
     baseline_sm_mhz: tuple[int, ...] = ()

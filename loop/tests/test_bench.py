@@ -337,6 +337,18 @@ def test_packed_sequences_are_never_captured(gpu):
     assert "packed" in row.perf.timer_note
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a real GPU")
+@pytest.mark.parametrize("mode", ["fwd-loop", "bwd-loop", "fwdbwd-loop"])
+def test_a_plain_loop_is_eager_and_waits_for_nothing(gpu, monkeypatch, mode):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append, raising=False)
+    (row,) = bench.bench("cconv", [cpu_arm()], CASE, mode, blocks=2)
+    assert row.status == "PASSED", row.reason
+    assert (row.mode, row.perf.timer, gpu.captures) == (mode, "loop", 0)
+    assert set(waits) == {0}
+    assert rows.parse(row.model_dump_json()).mode == mode
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_failed_capture_leaves_a_usable_generator():
     with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
