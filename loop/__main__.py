@@ -179,7 +179,7 @@ def demote(idea: Idea):
 @app.command()
 def drift():
     """What has moved since each promotion; exits 1 when anything has."""
-    from loop import promote as work
+    from loop import drift as work
 
     report = work.drift()
     for item in report:

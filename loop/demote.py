@@ -26,6 +26,9 @@ def demote(idea_id: str) -> Path:
     users = _users(name, {copy, idea.kernel})
     if users:
         raise Refused(f"{idea.name} is not demoted: {name} is imported by {', '.join(users)}")
+    beside = [s.module for s in listed if name in s.beside and s.idea != idea.name]
+    if beside:
+        raise Refused(f"{idea.name} is not demoted: {', '.join(beside)} would not serve without {name}")
     rest = [s._asdict() for s in listed if s.idea != idea.name]
     promote.replace(folder / "_provenance.py", promote.provenance(rest).encode())
     copy.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Promotion copies an idea's kernel.py into the package, byte for byte, with its evidence; drift says what moved since.
+"""Promotion copies an idea's kernel.py into the package, byte for byte, with its evidence. See `loop.drift` too.
 
 An idea ships when, at its present hash, its newest GPU rows say PASSED and FASTER than 000 (and than the package, where
 a promoted kernel stands for some of its stages already), were measured on a clean tree whose commit holds this very
@@ -80,6 +80,8 @@ def evidence(
         objection = _objection(r, idea, least)
         good += [] if objection else [r]
         why += [f"row {r.row_id} ({r.case}, {r.mode}, against {baseline}) {objection}"] if objection else []
+    if least is not None and why:  # as fast means nowhere slower
+        return [], why
     return good, [] if good else why
 
 
@@ -181,8 +183,8 @@ def promote(
     """Copy the idea into the package and record its evidence. Refused, listing everything that is missing.
 
     as_fast: what it is better for, where it is no faster than the package but as fast (its interval begins at 0.99).
-    beside: ideas without which it shall not serve a call: what it reads instead of what other kernels read would have
-    to be kept in addition.
+    beside: ideas without which it shall not serve a call, as what it reads would be kept in addition to what other
+    kernels read; none given: those that it has.
     Returns the new entry of SHIPPED as a dict. The copy is written first, then `_provenance.py`, each replaced whole:
     an interruption leaves the package as it was, or with a file that nothing lists.
     """
@@ -190,6 +192,9 @@ def promote(
     if idea.id == registry.BASELINE:
         raise Refused("000 is fla itself; there is nothing to promote")
     good, lacks = missing(idea, rows.read() if found is None else found, as_fast)
+    kept = {s.idea: s.beside for s in shipped(idea.family)}.get(idea.name, ())
+    others = [registry.find(other) for other in beside]
+    lacks += [f"--beside {o.id}: of another family, or itself" for o in others if o.family != idea.family or o == idea]
     if lacks:
         raise Refused(f"{idea.name} is not promoted:\n" + "\n".join(f"  - {line}" for line in lacks))
     if len(as_fast) > REASON:
@@ -200,7 +205,7 @@ def promote(
         "sha256": hashlib.sha256(source).hexdigest(), "commit": good[-1].env["git_commit"],
         "rows": tuple(r.row_id for r in good),
         "evidence": tuple(filter(None, [*map(_evidence_line, good), as_fast])),
-        "beside": tuple(module_name(registry.find(other)) for other in beside),
+        "beside": tuple(map(module_name, others)) or kept,
     }  # fmt: skip
     folder = package_family(idea.family)
     others = [s._asdict() for s in shipped(idea.family) if s.idea != idea.name]
@@ -254,47 +259,3 @@ def replace(path: Path, content: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-# ---------------------------------------------------------------------------------------------------------------- drift
-def drift(found: list[rows.Row] | None = None) -> list[dict]:
-    """One dict per promoted kernel: family, idea, module and `moved`, the list of what no longer agrees."""
-    found = rows.read() if found is None else found
-    known, here = {r.row_id: r for r in found}, env.versions()
-    report = []
-    for family in registry.FAMILIES:
-        entries = shipped(family)
-        for s in entries:
-            report.append(
-                {"family": family, "idea": s.idea, "module": s.module, "moved": _moved(family, s, known, here)}
-            )
-        listed = {f"{s.module}.py" for s in entries} | {"__init__.py"}
-        for path in sorted((package_family(family) / "stages").glob("*.py")):
-            if path.name not in listed:
-                report.append(
-                    {
-                        "family": family,
-                        "idea": "",
-                        "module": path.stem,
-                        "moved": ["is in stages/, but _provenance.py does not list it"],
-                    }
-                )
-    return report
-
-
-def _moved(family: str, s, known: dict[str, rows.Row], here: dict) -> list[str]:
-    moved = []
-    for what, path in (
-        ("the shipped copy", package_family(family) / "stages" / f"{s.module}.py"),
-        ("the idea's kernel.py", root() / s.source),
-    ):
-        sha = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-        if sha != s.sha256:
-            moved.append(f"{what} is gone" if sha is None else f"{what} is {sha[:12]}, promoted was {s.sha256[:12]}")
-    for row_id in s.rows:
-        row = known.get(row_id)
-        if row is None:
-            moved.append(f"row {row_id} is not in bench_logs")
-        elif row.env.get("versions", {}).get("fla") != here["fla"]:
-            moved.append(f"row {row_id} was measured with fla {row.env['versions'].get('fla')}, here is {here['fla']}")
-    return moved

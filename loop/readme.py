@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from loop import board, promote, registry, rows
+from loop import board, calls, promote, registry, rows
 
 BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
 
@@ -38,12 +38,15 @@ def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
             f"| {e['family']} {e['case']} | {e['mode']} | {e['baseline_ms']:.2f} | {e['ms']:.2f} | {e['ratio']:.2f} "
             f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | {eager} | {peak} | {e['arm']} | `{e['row_id']}` |"
         )
+    loops = any(e["mode"].endswith(calls.LOOP) for e in shown.values())
     devices = ", ".join(dict.fromkeys(e["device"] for e in shown.values()))
     notes = [
         f"Measured on {devices}. A ratio is fla's time divided by ours in the same process. Eager call: ms that "
         "somebody waits for one call and nothing else, fla to ours, the host's work included. Peak: of memory, as a "
         "share of fla's."
     ]
+    if loops:
+        notes.append("A pass that ends in -loop is of eager calls one after another, not of a graph.")
     old = sum(bool(e.get("stale")) for e in shown.values())
     if old:
         notes.append(f"{old} of {len(shown)} rows are of an earlier source than the present (`stale` on the board).")

@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 from loop import arms, cases, env, registry, rows
@@ -25,13 +26,11 @@ def family(name: str) -> str:
     return name
 
 
-def modes_of(text: str) -> list[str]:
-    """Modes separated by commas. ValueError names the closest ones."""
+def modes_of(text: str, known: Sequence[str] = rows.MODES) -> list[str]:
+    """Modes separated by commas, of those `known`. ValueError names the closest ones."""
     for mode in split(text):
-        if mode not in rows.MODES:
-            raise ValueError(
-                f"mode {mode!r} is unknown{registry.closest(mode, rows.MODES)}; known: {', '.join(rows.MODES)}"
-            )
+        if mode not in known:
+            raise ValueError(f"mode {mode!r} is unknown{registry.closest(mode, known)}; known: {', '.join(known)}")
     return split(text)
 
 

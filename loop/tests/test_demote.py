@@ -2,7 +2,7 @@
 
 import pytest
 
-from loop import demote, promote, registry
+from loop import demote, drift, promote, registry
 from loop.tests.conftest import GOOD_KERNEL
 
 
@@ -41,7 +41,7 @@ def test_file_entry_and_status_go_and_the_rest_stays(ladder_root, ship):
     assert [s.idea for s in promote.shipped("kda")] == ["005-sum-heads"]
     assert (status("005"), status("006")) == ("promoted", "kept")
     assert registry.find("006").error is None
-    assert not [item for item in promote.drift([]) if not item["idea"]]
+    assert not [item for item in drift.drift([]) if not item["idea"]]
     demote.demote("005")
     assert promote.shipped("kda") == ()
 
@@ -81,7 +81,7 @@ def test_what_an_interruption_left_is_taken_away_by_a_second_call(ladder_root, s
             demote.demote("005")
     assert promote.shipped("kda") == ()
     assert copy.exists()
-    assert [item["moved"] for item in promote.drift([])] == [["is in stages/, but _provenance.py does not list it"]]
+    assert [item["moved"] for item in drift.drift([])] == [["is in stages/, but _provenance.py does not list it"]]
     demote.demote("005")
     assert not copy.exists()
     assert status("005") == "kept"
@@ -93,3 +93,17 @@ def test_the_command_says_what_comes_next_and_refuses_in_one_line(ladder_root, s
     ship("005", "sum-heads")
     app(["demote", "005"], standalone_mode=False)
     assert capsys.readouterr().out.startswith("k005_sum_heads.py is out of the package")
+
+
+def test_refuses_what_another_serves_only_beside(ship):
+    """Without it the other would ship, and never serve."""
+    ship("005", "sum-heads")
+    ship("006", "again")
+    entries = [s._asdict() for s in promote.shipped("kda")]
+    entries[0]["beside"] = (entries[1]["module"],)
+    path = promote.package_family("kda") / "_provenance.py"
+    promote.replace(path, promote.provenance(entries).encode())
+    with pytest.raises(promote.Refused, match="would not serve without"):
+        demote.demote(entries[1]["idea"].split("-")[0])
+    promote.replace(path, promote.provenance(entries[:1]).encode())
+    assert any("serves only beside" in line for item in drift.drift([]) for line in item["moved"])

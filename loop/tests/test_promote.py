@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import env, promote, registry, rows, sources
+from loop import drift, env, promote, registry, rows, sources
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_rows import make_row, perf
 
@@ -73,7 +73,7 @@ def test_promotes_byte_for_byte_with_its_evidence(idea, good):
     assert shipped.commit == row.env["git_commit"]
     assert shipped.evidence == ("prod8192 fwdbwd on NVIDIA H200: 1.500x 000 (1.490 to 1.510), 2.000 ms",)
     assert registry.front_matter(idea / "ideas" / "005-sum-heads")["status"] == "promoted"
-    assert promote.drift([row]) == [{"family": "kda", "idea": "005-sum-heads", "module": "k005_sum_heads", "moved": []}]
+    assert drift.drift([row]) == [{"family": "kda", "idea": "005-sum-heads", "module": "k005_sum_heads", "moved": []}]
     assert not list(idea.rglob(".*.py.*"))  # no temporary file is left
 
 
@@ -128,7 +128,20 @@ def test_what_it_serves_only_beside_is_recorded_and_stays(good, second):
     about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
     assert promote.promote("006", [good(**about)], beside=["005"])["beside"] == ("k005_sum_heads",)
     promote.promote("005", [good()])
+    promote.promote("006", [good(**about)])
     assert {s.idea: s.beside for s in promote.shipped("kda")} == {"005-sum-heads": (), "006-again": ("k005_sum_heads",)}
+    with pytest.raises(promote.Refused, match="of another family, or itself"):
+        promote.promote("005", [good()], beside=["005"])
+
+
+def test_as_fast_means_nowhere_slower(good, second):
+    promote.promote("005", [good()])
+    about = second()
+    same, slow = ({"verdict": v, "ratio": r, "ci_low": r} for v, r in (("SAME", 0.995), ("SLOWER", 0.8)))
+    found = [good(**about), good(**about, baseline="ship", perf=perf(**same))]
+    found.append(good(**about, baseline="ship", case="small", perf=perf(**slow)))
+    with pytest.raises(promote.Refused, match=r"small.* is SLOWER"):
+        promote.promote("006", found, as_fast="dq is exact")
 
 
 def test_a_reason_is_one_line(good):
@@ -247,7 +260,7 @@ def test_an_interruption_leaves_the_package_as_it_was(idea, good, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         promote.promote("005", [good()])
     assert promote.shipped("kda") == ()
-    moved = promote.drift([])
+    moved = drift.drift([])
     assert moved == [
         {
             "family": "kda",
@@ -264,14 +277,14 @@ def test_drift_sees_every_side(idea, good, monkeypatch):
     copy = promote.package_family("kda") / "stages" / "k005_sum_heads.py"
     copy.write_text(copy.read_text() + "# fixed in place\n")
     (idea / "ideas" / "005-sum-heads" / "kernel.py").write_text(GOOD_KERNEL + "# tried something\n")
-    (item,) = promote.drift([])
+    (item,) = drift.drift([])
     assert len(item["moved"]) == 3
     assert "the shipped copy is" in item["moved"][0]
     assert "the idea's kernel.py is" in item["moved"][1]
     assert item["moved"][2] == f"row {row.row_id} is not in bench_logs"
     copy.unlink()
     other = make_row(**{**row.model_dump(), "env": {"versions": {"fla": "0.5.2"}}})
-    (item,) = promote.drift([other])
+    (item,) = drift.drift([other])
     assert "the shipped copy is gone" in item["moved"]
     assert any("measured with fla 0.5.2" in m for m in item["moved"])
 
@@ -288,7 +301,7 @@ def test_what_this_repository_ships_is_what_was_promoted():
     recorded = {row.row_id for row in rows.read(registry.root() / "bench_logs")}
     cited = {row_id for family in registry.FAMILIES for s in promote.shipped(family) for row_id in s.rows}
     assert cited <= recorded
-    assert not [item for item in promote.drift() if not item["idea"]]
+    assert not [item for item in drift.drift() if not item["idea"]]
 
 
 def test_what_an_idea_builds_on_must_be_promoted(idea, good):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from small_inputs import conv, kda
+from torch.utils.checkpoint import checkpoint
 
 from kernel_fun import cconv
 from kernel_fun._common import dispatch, support
@@ -75,17 +76,22 @@ def test_conv_arguments_arrive_verbatim(fla_conv):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_backward_of_a_declined_convolution_stays_flas(monkeypatch, alone):
-    """fla dispatches it when autograd runs it, long after the call."""
-    inside = []
+    """fla dispatches it when autograd runs it, long after the call. What that backward recomputes is not fla's, and
+    one that raises leaves nothing behind."""
+    inside, recomputed, broken = [], [], []
 
     class Convolution(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
+            ctx.save_for_backward(x)
             return x * 2, x[:, -1] * 1
 
         @staticmethod
         def backward(ctx, dy, _):
-            inside.append(support.inside_fla_only())
+            assert ctx.saved_tensors
+            inside.append(support.inside_flas_backward())
+            if broken:
+                raise MemoryError
             return dy * 2
 
     def fla(x, **_):
@@ -98,8 +104,23 @@ def test_the_backward_of_a_declined_convolution_stays_flas(monkeypatch, alone):
     assert inside == []
     (got if alone else got[0]).sum().backward()
     assert inside == [True]
-    assert not support.inside_fla_only()
+    assert not support.inside_flas_backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+    def block(x):
+        recomputed.append(support.inside_fla_only())
+        return cconv.causal_conv1d(x.sin(), torch.randn(8, 4), backend="mix")
+
+    got = checkpoint(block, x, use_reentrant=False)
+    (got if alone else got[0]).sum().backward()
+    assert recomputed == [False, False]
+    broken.append(True)
+    got = cconv.causal_conv1d(x, torch.randn(8, 4), backend="mix")
+    with pytest.raises(MemoryError):
+        (got if alone else got[0]).sum().backward()
+    assert inside == [True, True, True]
+    assert not support.inside_flas_backward()
+    assert not support.inside_fla_only()
 
 
 def test_an_error_inside_fla_passes_through(monkeypatch):

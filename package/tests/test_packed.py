@@ -156,3 +156,15 @@ def test_a_host_copy_is_held_to_the_tokens_and_the_shape_without_a_wait():
         packed.of_call("x", x, cu, torch.tensor([0, 30, 71]))
     with pytest.raises(ValueError, match=r"cu_seqlens_cpu is \[2\], cu_seqlens \[3\]"):
         packed.of_call("x", x, cu, torch.tensor([0, 70]))
+
+
+@pytest.mark.parametrize("ordinary", [True, False])
+def test_an_evaluation_first_and_a_training_step_then(ordinary):
+    """Tables that inference_mode made would not be saved for a backward."""
+    with torch.inference_mode(not ordinary):
+        cu_seqlens = torch.tensor([0, 50, 128])
+    with torch.inference_mode():
+        packed.describe(cu_seqlens)
+    tables = packed.describe(cu_seqlens)
+    assert not any(t.is_inference() for t in (tables.chunk_indices, tables.chunk_offsets))
+    assert not tables.cu_seqlens.is_inference()

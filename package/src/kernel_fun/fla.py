@@ -15,7 +15,7 @@ Needs fla-core 0.6 or later. Before that, fla's dispatch never selects a backend
 import inspect
 
 from . import versions
-from ._common.support import inside_fla_only
+from ._common.support import inside_fla_only, inside_flas_backward
 
 PRIORITY = 4
 BACKEND_TYPE = "kernel_fun"
@@ -55,6 +55,8 @@ def register() -> None:
         def causal_conv1d_bwd_verifier(self, *args, **kwargs):
             from .cconv import stage
 
+            if inside_flas_backward():
+                return False, "the backward of a call that went to fla"
             return _declined() or stage.backward_supported(*args, **kwargs)
 
         def causal_conv1d_bwd(self, *args, **kwargs):

@@ -70,12 +70,14 @@ def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = Non
 
 
 def _read(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> tuple[torch.Tensor, Packed]:
-    """The values on the host, a copy, and the tables made from them."""
-    host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().to("cpu", copy=True)
-    tables = _tables(host, cu_seqlens)
-    if cu_seqlens_cpu is not None:
-        _compare(cu_seqlens, host)
-    return host, tables
+    """The values on the host, a copy, and the tables made from them: ordinary tensors, also where an evaluation under
+    inference_mode is the first to ask, since a training step keeps them for its backward."""
+    with torch.inference_mode(False):
+        host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().to("cpu", copy=True)
+        tables = _tables(host, cu_seqlens)
+        if cu_seqlens_cpu is not None:
+            _compare(cu_seqlens, host)
+        return host, tables
 
 
 def _compare(cu_seqlens: torch.Tensor, host: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 
 import torch
 
@@ -143,20 +144,25 @@ def fla_only():
         _local.fla_only = before
 
 
+_flas = weakref.WeakSet()  # autograd nodes whose backward is fla's
+
+
 def fla_only_backward(outputs):
     """`fla_only` for the backward of what an operator of fla's returned, which autograd runs later and elsewhere. fla
-    dispatches its convolution's passes one by one, so the forward's guard does not cover it."""
-    def enter(_):
-        _local.fla_only = True
-
-    def leave(*_):
-        _local.fla_only = False
-
-    tensors = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(t, torch.Tensor)]
-    for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
-        node.register_prehook(enter)
-        node.register_hook(leave)
+    dispatches its convolution's passes one by one, so the forward's guard does not cover it. The node itself is
+    remembered, not a flag around it: what else runs inside it (a recomputed forward) is not fla's, and an error in it
+    leaves nothing behind."""
+    for t in outputs if isinstance(outputs, tuple) else (outputs,):
+        if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+            _flas.add(t.grad_fn)
     return outputs
+
+
+def inside_flas_backward() -> bool:
+    """Does this thread run the backward of an operator that went to fla?"""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if _flas and current else None
+    return node is not None and node in _flas
 
 
 @contextlib.contextmanager

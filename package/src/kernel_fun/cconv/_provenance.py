@@ -13,6 +13,7 @@ class Shipped(NamedTuple):
     commit: str
     rows: tuple[str, ...]      # ids of the benchmark rows it was promoted on
     evidence: tuple[str, ...]  # what those rows say: case, mode, baseline, ratio and its interval
+    beside: tuple[str, ...] = ()  # the kernels without which it does not serve a call
 
 
 SHIPPED: tuple[Shipped, ...] = (
