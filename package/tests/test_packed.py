@@ -168,3 +168,8 @@ def test_an_evaluation_first_and_a_training_step_then(ordinary):
     tables = packed.describe(cu_seqlens)
     assert not any(t.is_inference() for t in (tables.chunk_indices, tables.chunk_offsets))
     assert not tables.cu_seqlens.is_inference()
+
+
+def test_a_host_copy_of_another_width_keeps_the_tables():
+    cu_seqlens, host = torch.tensor([0, 50, 128], dtype=torch.int32), torch.tensor([0, 50, 128])
+    assert packed.describe(cu_seqlens, host) is packed.describe(cu_seqlens, host)

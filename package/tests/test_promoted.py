@@ -244,6 +244,25 @@ def test_a_kernel_serves_only_beside_those_it_names():
     assert "k017_bwd_scan_one: serves only beside k019_bwd_keys_exact" in reasons
 
 
+def test_beside_is_followed_to_its_end(monkeypatch):
+    """k003 beside k002 beside k001, which declines: none of the three serves."""
+    module = types.ModuleType("k001_x")
+    exec(KERNEL, module.__dict__)
+    willing = types.ModuleType("k002_y")
+    exec(KERNEL.replace("p.K == 128", "True"), willing.__dict__)
+    names = (("k003_z", willing, ""), ("k002_y", willing, ""), ("k001_x", module, ""))
+    entry = types.SimpleNamespace
+    entries = [entry(module="k003_z", beside=("k002_y",)), entry(module="k002_y", beside=("k001_x",)),
+               entry(module="k001_x", beside=())]
+    monkeypatch.setattr(promoted, "modules", lambda package: names)
+    monkeypatch.setattr("kernel_fun.kda._provenance.SHIPPED", entries)
+    p = KdaProblem(B=1, T=64, H=1, HV=1, K=64, V=128, N=1, NT=1, arch=(9, 0))
+    steps, reasons = promoted.steps_for("kernel_fun.kda", p, CHAINS["kda"].STAGES, CHAINS["kda"].OUTPUTS)
+    assert steps == []
+    assert reasons == ["k003_z: serves only beside k002_y", "k002_y: serves only beside k001_x",
+                       "k001_x: needs K=128, got 64"]
+
+
 @pytest.mark.parametrize("gate", ["log", "softplus", "safe"])
 @pytest.mark.parametrize("K", [128, 64, 96])
 def test_the_forward_keeps_no_more_than_flas(gate, K):

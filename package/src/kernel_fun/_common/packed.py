@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
         if self.version != cu_seqlens._version or (self.believed and cu_seqlens_cpu is None):
             return False
         readable = (t for t in (cu_seqlens, cu_seqlens_cpu) if t is not None and t.is_cpu)
-        return all(t.dtype == self.host.dtype and torch.equal(t, self.host) for t in readable)
+        return all(torch.equal(t.to(self.host.dtype), self.host) for t in readable)
 
 
 def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:

@@ -77,16 +77,16 @@ def steps_for(package: str, p, stages, outputs) -> tuple[list[Step], list[str]]:
     }
     shipped = importlib.import_module(f"{package}._provenance").SHIPPED
     beside = {entry.module: getattr(entry, "beside", ()) for entry in shipped}
+    serving = {name for name, (ok, _) in said.items() if ok}
+    while lost := {name for name in serving if not serving.issuperset(beside.get(name, ()))}:
+        serving -= lost
     steps, reasons = [], []
     for name, module, _ in modules(package):
         ok, reason = said[name]
-        alone = [other for other in beside.get(name, ()) if not said.get(other, (False, ""))[0]]
-        if ok and alone:
-            ok, reason = False, f"serves only beside {alone[0]}"
-        if ok:
+        if name in serving:
             steps += module_steps(module, p, name, stages, outputs)
         else:
-            reasons.append(f"{name}: {reason}")
+            reasons.append(f"{name}: {f'serves only beside {beside[name][0]}' if ok else reason}")
     return steps, reasons
 
 
