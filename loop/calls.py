@@ -17,7 +17,7 @@ import torch
 
 from loop.inputs import INCOMING, Inputs
 
-PASSES, LOOP = ("fwd", "bwd", "fwdbwd"), "-loop"
+LOOP = "-loop"
 
 
 def pass_of(mode: str) -> str:

@@ -63,11 +63,11 @@ def profile(
     out: Out = None,
 ):
     """Write the kernels of one call, with registers, spills and shared memory, to profiles/."""
-    from loop import calls, registry, run, runner
+    from loop import contract, registry, run, runner
     from loop import profile as work
 
     registry.folder(idea)
-    (mode,) = runner.modes_of(mode, calls.PASSES)[:1]
+    (mode,) = runner.modes_of(mode, contract.MODES)[:1]
     if out:
         run.make_folder(out)
     with console.progress() as progress:

@@ -14,15 +14,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from loop.registry import root
 
 SCHEMA = 1
-MODES = ("fwd", "bwd", "fwdbwd", "fwd-loop", "bwd-loop", "fwdbwd-loop")
 Mode = Literal["fwd", "bwd", "fwdbwd", "fwd-loop", "bwd-loop", "fwdbwd-loop"]
+MODES = get_args(Mode)
 Kind = Literal["bench", "check", "firstcall", "run"]
 Verdict = Literal["FASTER", "SAME", "SLOWER", "UNCLEAR"]
 Status = Literal[

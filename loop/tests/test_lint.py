@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loop import calls, cases, readme, registry
+from loop import cases, contract, readme, registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -214,7 +214,7 @@ def test_a_wrong_tree_is_refused(rule, tmp_path):
 def test_every_primary_case_has_its_baseline_in_every_mode():
     recorded = {(e["family"], e["case"], e["mode"]) for e in readme.committed()[0] if e["arm"] == "000"}
     primary = [c for family in cases.FAMILIES for c in cases.select(family, "gpu", "primary")]
-    assert {(c.family, c.id, mode) for c in primary for mode in calls.PASSES} - recorded == set()
+    assert {(c.family, c.id, mode) for c in primary for mode in contract.MODES} - recorded == set()
 
 
 def test_readme_numbers_come_from_rows():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._common import packed, support
+from .._common import packed, support, warming
 from .._common.dispatch import Route, needs_grad, route
 from .._common.problem import ConvProblem
 from . import autograd, chain
@@ -293,10 +293,7 @@ def warmup(
         if backward:
             y, ht = causal_conv1d(**call, **options)
             leaves = [t for t in call.values() if t is not None]
-            # a backward with a gradient of the final state is compiled apart from one without
-            for outputs in ((y,),) if ht is None else ((y, ht), (y,)):
-                incoming = [torch.ones_like(t) for t in outputs]
-                torch.autograd.grad(outputs, leaves, incoming, retain_graph=True, allow_unused=True)
+            warming.run_backwards(y, ht, leaves)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

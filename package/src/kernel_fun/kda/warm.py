@@ -5,7 +5,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from .._common import support
+from .._common import support, warming
 from .ops import chunk_kda, is_supported
 
 
@@ -75,9 +75,6 @@ def warmup(
     if backward:
         o, ht = chunk_kda(**call, **flags)
         leaves = [x for x in call.values() if x.requires_grad]
-        # a backward with a gradient of the final state is compiled apart from one without
-        for outputs in ((o,),) if ht is None else ((o, ht), (o,)):
-            incoming = [torch.ones_like(x) for x in outputs]
-            torch.autograd.grad(outputs, leaves, incoming, retain_graph=True, allow_unused=True)
+        warming.run_backwards(o, ht, leaves)
     torch.cuda.synchronize(o.device)
     return time.perf_counter() - start
