@@ -31,10 +31,17 @@ class Difference:
     error: float  # RMS of the difference
     size: float  # RMS of the reference
     bad: int = 0  # entries that are NaN or Inf
+    kurtosis: float = 3.0  # of the reference: 3 where it is Gaussian, its number of entries where one is all there is
 
     @property
     def zero_reference(self) -> bool:
         return self.size < NEGLIGIBLE
+
+    @property
+    def effective(self) -> float:
+        """How many Gaussian numbers scatter as this reference does: gates that leave next to nothing of a gradient but
+        at a row's end make a tensor of two million entries a statistic of ten."""
+        return min(self.numbers, 3 * self.numbers / self.kurtosis)
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,13 @@ def difference(got: torch.Tensor, reference: torch.Tensor, terms: torch.Tensor |
     reference = reference.double()
     delta = got.double() - reference
     error, size = rms(delta), rms(reference)
+    kurtosis = (reference / size).pow(4).mean().item() if size else 3.0
     if terms is not None:
         size = max(size, rms(terms.double()))
     apart = delta.abs().flatten()
     where = apart.argmax()
-    return Difference(_relative(error, size), apart[where].item(), _position(where, got), got.numel(), error, size)
+    relative, position = _relative(error, size), _position(where, got)
+    return Difference(relative, apart[where].item(), position, got.numel(), error, size, kurtosis=kurtosis)
 
 
 def _relative(error: float, size: float) -> float:
@@ -106,7 +115,9 @@ def pool(differences: list[Difference]) -> Difference:
         math.sqrt(sum(d.numbers * x(d) ** 2 for d in differences) / max(numbers, 1)) for x in (_error, _size)
     )
     relative = math.inf if math.isinf(error) else _relative(error, size)
-    return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, sum(d.bad for d in differences))
+    fourth = sum(d.numbers * d.kurtosis * _size(d) ** 4 for d in differences) / max(numbers, 1)
+    bad, kurtosis = sum(d.bad for d in differences), fourth / size**4 if size else 3.0
+    return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, bad, kurtosis)
 
 
 def _error(d: Difference) -> float:
@@ -117,17 +128,18 @@ def _size(d: Difference) -> float:
     return 1.0 if math.isinf(d.size) else d.size
 
 
-def limit(budget: float, fla: float | None, numbers: int) -> float:
-    """The largest error allowed for an output of `numbers` entries.
+def limit(budget: float, fla: float | None, numbers: int, effective: float | None = None) -> float:
+    """The largest error allowed for an output of `numbers` entries, of which `effective` (all, if not given) weigh.
 
     An error over n numbers scatters by about 1/sqrt(n) of itself, and the logarithm of a quotient of two by about
-    1/sqrt(n - 1) (Fisher's z), so both tests are loosened by three times that: the budget for a handful only (dA_log
-    has one entry a head), the comparison with fla always."""
+    1/sqrt(n - 1) (Fisher's z), so both tests are loosened by three times that: the budget for a handful of entries only
+    (dA_log has one a head), the comparison with fla always, by the entries that weigh. Those are the oracle's, so what
+    an arm does wrong at one place loosens nothing."""
     scatter = 3 / math.sqrt(max(numbers, 1))
     allowed = budget * (1 + scatter) if numbers <= HANDFUL else budget
     if fla is None or not math.isfinite(fla):
         return allowed
-    luck = math.exp(3 / math.sqrt(max(numbers - 1, 1)))
+    luck = math.exp(3 / math.sqrt(max((numbers if effective is None else effective) - 1, 1)))
     if fla > budget:
         return max(allowed, fla * luck)
     return max(min(allowed, FLA_FACTOR * luck * fla), FREE_SHARE * budget)
@@ -138,7 +150,7 @@ def judge(family: str, name: str, p, ours: list[Difference], fla: list[Differenc
     found = pool(ours)
     theirs = pool(fla).rel_rms if fla else None
     budget = contract.budget(family, name, p)
-    allowed = limit(budget, theirs, found.numbers)
+    allowed = limit(budget, theirs, found.numbers, found.effective)
     ok = found.rel_rms <= allowed
     return OutputError(name, found.rel_rms, found.max_abs, found.worst, budget, allowed, theirs, ok)
 

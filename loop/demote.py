@@ -5,7 +5,7 @@ The idea stays, with its rows and its place in the history; its status becomes `
 
 from pathlib import Path
 
-from loop import promote, registry, rules
+from loop import promote, registry, rules, sources
 from loop.promote import Refused
 from loop.registry import root
 
@@ -19,8 +19,8 @@ def demote(idea_id: str) -> Path:
     replaced first: an interruption leaves a file that nothing lists, which a second call removes.
     """
     idea = registry.glance(idea_id)  # whether or not its kernel still imports
-    folder, name = promote.package_family(idea.family or ""), promote.module_name(idea)
-    copy, listed = folder / "stages" / f"{name}.py", promote.shipped(idea.family or "")
+    folder, name = sources.package_family(idea.family or ""), promote.module_name(idea)
+    copy, listed = folder / "stages" / f"{name}.py", sources.shipped(idea.family or "")
     if idea.name not in {s.idea for s in listed} and not copy.exists():
         raise Refused(f"{idea.name} is not promoted: there is nothing to demote")
     users = _users(name, {copy, idea.kernel})

@@ -3,8 +3,8 @@
 import hashlib
 
 from loop import env, registry, rows
-from loop.promote import package_family, shipped
 from loop.registry import root
+from loop.sources import package_family, shipped
 
 
 def drift(found: list[rows.Row] | None = None) -> list[dict]:

@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from loop import contract, env, registry, rows, rules
 from loop.registry import root
+from loop.sources import package_family, shipped
 
 AS_FAST = 0.99  # where the interval of the ratio to the package may begin, with a reason
 REASON = 100  # characters
@@ -162,19 +162,9 @@ def profiles(idea: registry.Idea) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------------------------------ promoting
-def package_family(family: str) -> Path:
-    return root() / "package" / "src" / "kernel_fun" / family
-
-
 def module_name(idea: registry.Idea) -> str:
     """`k005_wy_transposed`."""
     return f"k{idea.id}_{idea.slug.replace('-', '_')}"
-
-
-def shipped(family: str) -> tuple:
-    """The family's SHIPPED list as it is on disk."""
-    path = package_family(family) / "_provenance.py"
-    return tuple(runpy.run_path(str(path))["SHIPPED"]) if path.exists() else ()
 
 
 def promote(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from loop import board, calls, promote, registry, rows
+from loop import board, calls, registry, rows, sources
 
 BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
 
@@ -14,7 +14,7 @@ def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
 
     Where the package has no row of its own yet, a promoted idea speaks for it: its file is the shipped one.
     """
-    promoted = {s.idea.split("-")[0]: family for family in registry.FAMILIES for s in promote.shipped(family)}
+    promoted = {s.idea.split("-")[0]: family for family in registry.FAMILIES for s in sources.shipped(family)}
     shown: dict[tuple, dict] = {}
     for e in entries:
         if e["baseline"] != "000" or e["device"] == "cpu":

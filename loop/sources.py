@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import importlib.metadata
+import runpy
+from pathlib import Path
 
 from loop import registry
 
@@ -31,19 +33,35 @@ def combined(shas: list[str]) -> str:
     return shas[0] if len(shas) == 1 else text("+".join(shas))
 
 
-# Of the package, what decides a result or its time: the kernels, and what puts them in order and launches them.
-_COMMON = tuple(f"{x}.py" for x in ["blocks", "cutecall", "launch", "passes", "plan", "problem", "ptx", "tails"])
+def package_family(family: str) -> Path:
+    return registry.root() / "package" / "src" / "kernel_fun" / family
+
+
+def shipped(family: str) -> tuple:
+    """The family's SHIPPED list as it is on disk."""
+    path = package_family(family) / "_provenance.py"
+    return tuple(runpy.run_path(str(path))["SHIPPED"]) if path.exists() else ()
+
+
+# Of the package, what decides a result or its time: the kernels, and what chooses, orders and launches them.
+_COMMON = (
+    "blocks", "cutecall", "dispatch", "launch", "packed", "passes", "plan", "problem", "promoted", "ptx", "support",
+    "tails", "tiles",
+)  # fmt: skip
 _FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")
 
 
 def ship(family: str) -> str:
-    """Hash of the package's source files that a family's op computes with."""
-    package = registry.root() / "package" / "src" / "kernel_fun"
-    found = [package / "_common" / name for name in _COMMON]
-    found += [path for pattern in _FAMILY for path in (package / family).glob(pattern)]
+    """Hash of the package's source files that a family's op computes with, and of which kernel it prefers to which."""
+    folder = package_family(family)
+    package = folder.parent
+    found = [package / "_common" / f"{name}.py" for name in _COMMON]
+    found += [path for pattern in _FAMILY for path in folder.glob(pattern)]
     digest = hashlib.sha256()
     for path in sorted(p for p in found if p.exists()):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for entry in shipped(family):  # newest first; what its evidence says changes nothing
+        digest.update(" ".join((entry.module, *getattr(entry, "beside", ()))).encode() + b"\0")
     return digest.hexdigest()
 
 

@@ -100,6 +100,27 @@ def test_few_numbers_scatter():
     assert limit(0.02, 0.002, 10) == pytest.approx(1.25 * math.e * 0.002)
 
 
+def test_a_few_entries_that_weigh_scatter_as_few_do():
+    """With gates that leave a gradient next to nothing but at a row's end, two right kernels' errors are far apart."""
+    reference = torch.full((100_000,), 1e-9, dtype=torch.float64)
+    reference[-8:] = torch.tensor([1.0, -0.3, 0.5, -1.2, 0.2, 0.7, -0.1, 0.4], dtype=torch.float64)
+    one = difference(reference * 1.001, reference)
+    assert 8 < one.effective < 15
+    even = difference(reference * 1.001, torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
+    assert even.effective > 0.95 * even.numbers
+    assert difference(torch.ones(1), torch.ones(1).double()).effective == 1
+    assert compare.pool([one, one]).effective == pytest.approx(2 * one.effective)
+    small = difference(reference * 1e-3, reference * 1e-3)
+    assert compare.pool([one, small]).effective == pytest.approx(one.effective, rel=1e-3), "small: no weight"
+    broken = reference.clone()
+    broken[5] = 1.0  # an error at one place is the arm's, not the case's
+    assert difference(broken, reference).effective == one.effective
+    fla = difference(reference * 1.001, reference)
+    allowed = compare.judge("kda", "dg", P, [difference(reference * 1.0018, reference)], [fla])
+    assert allowed.ok
+    assert allowed.limit < 0.00125 * math.exp(3 / math.sqrt(7))
+
+
 def test_verdicts():
     right = Difference(0.004, 0.1, (0,), MANY, 0.004, 1.0)
     wrong = Difference(0.006, 0.1, (7,), MANY, 0.006, 1.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loop import demote, drift, promote, registry
+from loop import demote, drift, promote, registry, sources
 from loop.tests.conftest import GOOD_KERNEL
 
 
@@ -13,10 +13,10 @@ def ship(ladder_root, add_idea):
     def make(number, slug, kernel=GOOD_KERNEL):
         add_idea(number, slug, kernel)
         idea = registry.glance(number)
-        folder, module = promote.package_family("kda"), promote.module_name(idea)
+        folder, module = sources.package_family("kda"), promote.module_name(idea)
         entry = {"module": module, "idea": idea.name, "spans": ("bwd.gva",), "source": f"ideas/{idea.name}/kernel.py",
                  "sha256": "0" * 64, "commit": "0" * 40, "rows": (), "evidence": ()}  # fmt: skip
-        others = [s._asdict() for s in promote.shipped("kda")]
+        others = [s._asdict() for s in sources.shipped("kda")]
         promote.replace(folder / "stages" / f"{module}.py", idea.kernel.read_bytes())
         promote.replace(folder / "_provenance.py", promote.provenance([entry, *others]).encode())
         promote.set_status(idea, "promoted")
@@ -38,12 +38,12 @@ def test_file_entry_and_status_go_and_the_rest_stays(ladder_root, ship):
     assert demote.demote("006") == copy
     assert not copy.exists()
     assert other.exists()
-    assert [s.idea for s in promote.shipped("kda")] == ["005-sum-heads"]
+    assert [s.idea for s in sources.shipped("kda")] == ["005-sum-heads"]
     assert (status("005"), status("006")) == ("promoted", "kept")
     assert registry.find("006").error is None
     assert not [item for item in drift.drift([]) if not item["idea"]]
     demote.demote("005")
-    assert promote.shipped("kda") == ()
+    assert sources.shipped("kda") == ()
 
 
 def test_what_is_not_promoted_is_refused_in_one_line(ladder_root, add_idea):
@@ -79,7 +79,7 @@ def test_what_an_interruption_left_is_taken_away_by_a_second_call(ladder_root, s
         patched.setattr(type(copy), "unlink", interrupted)
         with pytest.raises(KeyboardInterrupt):
             demote.demote("005")
-    assert promote.shipped("kda") == ()
+    assert sources.shipped("kda") == ()
     assert copy.exists()
     assert [item["moved"] for item in drift.drift([])] == [["is in stages/, but _provenance.py does not list it"]]
     demote.demote("005")
@@ -99,9 +99,9 @@ def test_refuses_what_another_serves_only_beside(ship):
     """Without it the other would ship, and never serve."""
     ship("005", "sum-heads")
     ship("006", "again")
-    entries = [s._asdict() for s in promote.shipped("kda")]
+    entries = [s._asdict() for s in sources.shipped("kda")]
     entries[0]["beside"] = (entries[1]["module"],)
-    path = promote.package_family("kda") / "_provenance.py"
+    path = sources.package_family("kda") / "_provenance.py"
     promote.replace(path, promote.provenance(entries).encode())
     with pytest.raises(promote.Refused, match="would not serve without"):
         demote.demote(entries[1]["idea"].split("-")[0])

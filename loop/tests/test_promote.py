@@ -32,7 +32,7 @@ def idea(ladder_root, add_idea):
     (ladder_root / "profiles").mkdir()
     (ladder_root / "profiles" / "005-sum-heads-prod8192.md").write_text("# p\n\n## Reading\n\nBytes.\n\n## Kernels\n")
     for family in registry.FAMILIES:
-        folder = promote.package_family(family)
+        folder = sources.package_family(family)
         (folder / "stages").mkdir(parents=True)
         (folder / "stages" / "__init__.py").write_text("")
         (folder / "_provenance.py").write_text(promote.provenance([]))
@@ -63,9 +63,9 @@ def refusal(found):
 def test_promotes_byte_for_byte_with_its_evidence(idea, good):
     row = good()
     entry = promote.promote("005", [row])
-    copy = promote.package_family("kda") / "stages" / "k005_sum_heads.py"
+    copy = sources.package_family("kda") / "stages" / "k005_sum_heads.py"
     assert copy.read_bytes() == (idea / "ideas" / "005-sum-heads" / "kernel.py").read_bytes()
-    (shipped,) = promote.shipped("kda")
+    (shipped,) = sources.shipped("kda")
     assert shipped.module == "k005_sum_heads"
     assert shipped.sha256 == hashlib.sha256(copy.read_bytes()).hexdigest() == entry["sha256"]
     assert shipped.rows == (row.row_id,)
@@ -97,9 +97,9 @@ def test_the_newest_promotion_comes_first_and_a_repeat_replaces(good, second):
     about = second()
     both = [good(**about), good(baseline="ship", **about)]
     promote.promote("006", both)
-    assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
+    assert [s.idea for s in sources.shipped("kda")] == ["006-again", "005-sum-heads"]
     promote.promote("006", both)
-    assert [s.idea for s in promote.shipped("kda")] == ["006-again", "005-sum-heads"]
+    assert [s.idea for s in sources.shipped("kda")] == ["006-again", "005-sum-heads"]
 
 
 def test_what_takes_a_promoted_kernels_place_must_beat_the_package(good, second):
@@ -129,7 +129,7 @@ def test_what_it_serves_only_beside_is_recorded_and_stays(good, second):
     assert promote.promote("006", [good(**about)], beside=["005"])["beside"] == ("k005_sum_heads",)
     promote.promote("005", [good()])
     promote.promote("006", [good(**about)])
-    assert {s.idea: s.beside for s in promote.shipped("kda")} == {"005-sum-heads": (), "006-again": ("k005_sum_heads",)}
+    assert {s.idea: s.beside for s in sources.shipped("kda")} == {"005-sum-heads": (), "006-again": ("k005_sum_heads",)}
     with pytest.raises(promote.Refused, match="of another family, or itself"):
         promote.promote("005", [good()], beside=["005"])
 
@@ -159,7 +159,7 @@ def test_another_stage_need_not_beat_the_package(good, second):
     promote.promote("005", [good()])
     about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
     promote.promote("006", [good(**about)])
-    assert [s.spans for s in promote.shipped("kda")] == [("bwd.cumsum",), ("bwd.gva",)]
+    assert [s.spans for s in sources.shipped("kda")] == [("bwd.cumsum",), ("bwd.gva",)]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_refuses_without_the_words(idea, good, path, text, message):
     else:
         file.write_text(text)
     assert message in refusal([good()])
-    assert promote.shipped("kda") == ()
+    assert sources.shipped("kda") == ()
 
 
 def test_refuses_a_broken_idea_and_the_baseline(idea, good, add_idea):
@@ -259,7 +259,7 @@ def test_an_interruption_leaves_the_package_as_it_was(idea, good, monkeypatch):
     monkeypatch.setattr(promote.os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
         promote.promote("005", [good()])
-    assert promote.shipped("kda") == ()
+    assert sources.shipped("kda") == ()
     moved = drift.drift([])
     assert moved == [
         {
@@ -274,7 +274,7 @@ def test_an_interruption_leaves_the_package_as_it_was(idea, good, monkeypatch):
 def test_drift_sees_every_side(idea, good, monkeypatch):
     row = good()
     promote.promote("005", [row])
-    copy = promote.package_family("kda") / "stages" / "k005_sum_heads.py"
+    copy = sources.package_family("kda") / "stages" / "k005_sum_heads.py"
     copy.write_text(copy.read_text() + "# fixed in place\n")
     (idea / "ideas" / "005-sum-heads" / "kernel.py").write_text(GOOD_KERNEL + "# tried something\n")
     (item,) = drift.drift([])
@@ -292,14 +292,14 @@ def test_drift_sees_every_side(idea, good, monkeypatch):
 def test_what_this_repository_ships_is_what_was_promoted():
     """The shipped file, the recorded hash and the idea's file agree, and the evidence is in bench_logs."""
     for family in registry.FAMILIES:
-        for s in promote.shipped(family):
-            copy = promote.package_family(family) / "stages" / f"{s.module}.py"
+        for s in sources.shipped(family):
+            copy = sources.package_family(family) / "stages" / f"{s.module}.py"
             for path in (copy, registry.root() / s.source):
                 assert hashlib.sha256(path.read_bytes()).hexdigest() == s.sha256, (
                     f"{path} is not what was promoted: fixes go into a new idea"
                 )
     recorded = {row.row_id for row in rows.read(registry.root() / "bench_logs")}
-    cited = {row_id for family in registry.FAMILIES for s in promote.shipped(family) for row_id in s.rows}
+    cited = {row_id for family in registry.FAMILIES for s in sources.shipped(family) for row_id in s.rows}
     assert cited <= recorded
     assert not [item for item in drift.drift() if not item["idea"]]
 
@@ -320,4 +320,19 @@ def test_the_hash_of_what_ships_covers_what_its_kernels_import(family):
     for path in (package / family / "stages").glob("*.py"):
         for line in re.findall(r"^from kernel_fun\._common.*$", path.read_text(), re.MULTILINE):
             used |= known.intersection(re.findall(r"\w+", line))
-    assert used <= {name.removesuffix(".py") for name in sources._COMMON}
+    assert used <= set(sources._COMMON)
+
+
+def test_the_hash_of_what_ships_covers_which_kernel_is_preferred_to_which(ladder_root):
+    path = sources.package_family("kda") / "_provenance.py"
+    path.parent.mkdir(parents=True)
+    facts = {"idea": "", "spans": (), "source": "", "sha256": "", "commit": "", "rows": (), "evidence": ()}
+    one, other = {"module": "k001_one", **facts}, {"module": "k002_other", **facts}
+
+    def digest(*entries):
+        path.write_bytes(promote.provenance(entries).encode())
+        return sources.ship("kda")
+
+    listed = digest(one, other)
+    assert digest({**one, "evidence": ("what it was promoted on",)}, other) == listed, "evidence runs nothing"
+    assert len({listed, digest(other, one), digest(one), digest(one, {**other, "beside": ("k001_one",)})}) == 4
