@@ -6,10 +6,18 @@ arguments; afterwards the compiled kernel, which Triton hands back, is called as
 """
 
 import torch
+import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 _compiled: dict = {}  # kind of call -> (the kernel, so that its id stays its own; compiled; constexpr values in order)
+_tiles: dict = {}  # what Triton compiles for of a tensor descriptor -> an object that stands for it, quick to compare
+_odd: dict = {}  # dtype -> the same for a tensor that does not begin at a multiple of 16 bytes
+_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # without asking whether CUDA has begun
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# JITFunction.run of these versions ends in the call of CompiledKernel.run that `_start` makes; a later one's may not.
+_knobs = triton.knobs if triton.__version__.startswith(("3.6.", "3.7.")) and _stream is not None else None
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
@@ -22,7 +30,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     if not isinstance(kernel, JITFunction):  # interpreted
         kernel[grid](*args, **constants)
         return
-    key = (id(kernel), torch.cuda.current_device(), *map(_kind, args), *constants.items())
+    device = _device()
+    key = (id(kernel), device, *kinds(args), *constants, *constants.values())
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)
@@ -31,15 +40,41 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
             _compiled[key] = kernel, compiled, rest
         return
     _, compiled, rest = found
-    compiled[(*grid, 1, 1)[:3]](*args, *rest)
+    _start(compiled, grid if len(grid) == 3 else (*grid, 1, 1)[:3], device, args, rest)
 
 
-def _kind(x):
-    """What of a run-time argument Triton may compile for; at least as fine as its own choice."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is int:
-        return x == 1, x % 16 == 0, x.bit_length() > 31
-    if x is None or isinstance(x, (bool, float)):
-        return type(x)
-    return x.base.dtype, *x.block_shape, x.layout  # a tensor descriptor
+def _start(compiled, grid, device, args, rest) -> None:
+    """`compiled[grid](*args, *rest)`. Without hooks (a profiler's) there is nobody to tell of the launch."""
+    if _knobs is not None:
+        runtime = _knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, mostly empty
+        if not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave)):
+            run = compiled.run  # loads the kernel the first time
+            run(*grid, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
+            return
+    compiled[grid](*args, *rest)
+
+
+def kinds(args) -> list:
+    """What of each run-time argument Triton may compile for; at least as fine as its own choice."""
+    out = []
+    for x in args:
+        if isinstance(x, Tensor):
+            out.append(_odd.setdefault(x.dtype, object()) if x.data_ptr() % 16 else x.dtype)
+        elif x is None:
+            out.append(None)
+        elif type(x) is int:
+            out.append(1 if x == 1 else (x % 16 == 0) * 2 + (x.bit_length() > 31) * 4)
+        elif isinstance(x, (bool, float)):
+            out.append(type(x))
+        else:
+            out.append(getattr(x, "launch_kind", None) or tiles_kind(x))
+    return out
+
+
+def tiles_kind(descriptor):
+    """The kind of a tensor descriptor, as `kinds` has it: one object for all that Triton does not tell apart. It stays
+    with the descriptor, for its next launch."""
+    kind = _tiles.setdefault((descriptor.base.dtype, *descriptor.block_shape, descriptor.layout), object())
+    getattr(descriptor, "__dict__", {})["launch_kind"] = kind
+    return kind
