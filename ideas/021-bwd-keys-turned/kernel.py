@@ -605,7 +605,7 @@ def _scratch(like, sizes, dtype, together):
     """Flat tensors of these sizes; parts of one if `together`, which for a short sequence is what the host has time
     for (for a long one it would have to be found in one piece)."""
     if together:
-        return like.new_empty(sum(sizes), dtype=dtype).split(sizes)
+        return like.new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
     return [like.new_empty(n, dtype=dtype) for n in sizes]
 
 

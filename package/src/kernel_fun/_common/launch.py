@@ -59,16 +59,14 @@ def kinds(args) -> list:
     """What of each run-time argument Triton may compile for; at least as fine as its own choice."""
     out = []
     for x in args:
-        if isinstance(x, Tensor):
-            out.append(_odd.setdefault(x.dtype, object()) if x.data_ptr() % 16 else x.dtype)
-        elif x is None:
-            out.append(None)
-        elif type(x) is int:
-            out.append(1 if x == 1 else (x % 16 == 0) * 2 + (x.bit_length() > 31) * 4)
-        elif isinstance(x, (bool, float)):
-            out.append(type(x))
-        else:
-            out.append(getattr(x, "launch_kind", None) or tiles_kind(x))
+        kind = type(x)
+        if kind is Tensor or isinstance(x, Tensor):
+            kind = x.dtype if x.data_ptr() % 16 == 0 else _odd.setdefault(x.dtype, object())
+        elif kind is int:
+            kind = 1 if x == 1 else (x % 16 == 0) * 2 + (x.bit_length() > 31) * 4
+        elif x is not None and not isinstance(x, (bool, float)):
+            kind = getattr(x, "launch_kind", None) or tiles_kind(x)
+        out.append(kind)
     return out
 
 
