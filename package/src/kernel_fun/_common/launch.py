@@ -11,12 +11,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-_compiled: dict = {}  # kind of call -> (the kernel, so that its id stays its own; compiled; constexpr values in order)
+from .encoded import start_of
+
+_compiled: dict = {}  # kind of call -> (the kernel, so that its id stays its own; compiled; start; constexpr values)
 _tiles: dict = {}  # what Triton compiles for of a tensor descriptor -> an object that stands for it, quick to compare
 _odd: dict = {}  # dtype -> the same for a tensor that does not begin at a multiple of 16 bytes
 _device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # without asking whether CUDA has begun
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# JITFunction.run of these versions ends in the call of CompiledKernel.run that `_start` makes; a later one's may not.
+# JITFunction.run of these versions ends in the call of CompiledKernel.run that `launch` makes; a later one's may not.
 _knobs = triton.knobs if triton.__version__.startswith(("3.6.", "3.7.")) and _stream is not None else None
 
 
@@ -37,22 +39,22 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         compiled = kernel[grid](*args, **constants)
         if isinstance(compiled, CompiledKernel):  # a hook of Triton's can take the launch over, and then this is None
             rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            _compiled[key] = kernel, compiled, rest
+            _compiled[key] = kernel, compiled, None if _knobs is None else start_of(compiled.run), rest
         return
-    _, compiled, rest = found
-    _start(compiled, grid if len(grid) == 3 else (*grid, 1, 1)[:3], device, args, rest)
+    _, compiled, start, rest = found
+    if len(grid) < 3:
+        grid = (*grid, 1, 1)[:3]
+    if start is None or _told():
+        compiled[grid](*args, *rest)
+    else:  # the same, but that there is nobody to tell of the launch
+        start(*grid, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
 
 
-def _start(compiled, grid, device, args, rest) -> None:
-    """`compiled[grid](*args, *rest)`. Without hooks (a profiler's) there is nobody to tell of the launch."""
-    if _knobs is not None:
-        runtime = _knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, mostly empty
-        if not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave)):
-            run = compiled.run  # loads the kernel the first time
-            run(*grid, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
-            return
-    compiled[grid](*args, *rest)
+def _told():
+    """Does a profiler want to be told of launches? Triton's hooks are chains, mostly empty."""
+    runtime = _knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
 def kinds(args) -> list:

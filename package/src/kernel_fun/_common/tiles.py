@@ -1,7 +1,8 @@
 """Descriptors of the tiles of a matrix, for the copy engine, without what Triton's constructor does on every call.
 
 The constructor checks its arguments at length, some 5 us of host time where a kernel with eleven descriptors takes 50.
-Here it checks the first descriptor of a kind; later ones are copies that differ in base and number of rows.
+Here it checks the first descriptor of a kind; later ones are copies that differ in base and number of rows. They carry
+what else a launch would ask: `launch_kind`, for `launch`, and `place`, which with that says all that an encoding does.
 """
 
 import functools
@@ -21,9 +22,10 @@ def tiles(x, columns: int, rows_of_tile: int, columns_of_tile: int):
     The copy engine takes a matrix at a multiple of 16 bytes alone. Another is copied, so one that is to be written
     must be fresh from torch.
     """
-    size = x.numel()
-    if x.data_ptr() % 16:
+    size, place = x.numel(), x.data_ptr()
+    if place % 16:
         x = x.clone()
+        place = x.data_ptr()
     key = x.dtype, columns, rows_of_tile, columns_of_tile
     fields = _checked.get(key)
     if fields is None:
@@ -31,7 +33,8 @@ def tiles(x, columns: int, rows_of_tile: int, columns_of_tile: int):
     if not fields or not size or size % columns or not x.is_contiguous():
         return _construct(x, *key[1:])  # or its error
     made = object.__new__(TensorDescriptor)
-    made.__dict__.update(fields, base=x, shape=(size // columns, columns))
+    rows = size // columns
+    made.__dict__.update(fields, base=x, shape=(rows, columns), place=(place, rows, columns))
     return made
 
 
