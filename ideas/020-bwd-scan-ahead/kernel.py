@@ -492,7 +492,7 @@ def run(
     left out where `wanted`, the names that a later stage reads, does not have it.
     """
     of = _of(p, h0 is not None, dht is not None)
-    h, dh = (torch.empty(of.states, dtype=p.dtype, device=v.device) for _ in range(2))
+    h, dh = (v.new_empty(of.states, dtype=p.dtype) for _ in range(2))
     v_new, dv = (_token(v, p, cu_seqlens, p.V, p.dtype) for _ in range(2))
     dh0 = None if h0 is None else torch.empty_like(h0)
     segments = reach = parts = None
@@ -529,7 +529,7 @@ def run(
     return out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
 def _of(p, has_h0, has_dht):
     """What launches for a problem have in common: columns of its matrices, segments, grids and constants."""
     few, (L, P, n) = cut(p), (0, 0, p.N)

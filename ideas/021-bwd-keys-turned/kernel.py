@@ -659,7 +659,7 @@ def run(
     return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA_log, "ddt_bias": ddt_bias}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
 def _of(p, has_A, has_bias):
     """What calls of a problem have in common: sizes, grids, and what kernels are specialised for."""
     tokens, chunks, rows = p.B * p.T * p.HV, p.NT * p.HV, 1 if p.varlen else p.B  # rows: the grid's second axis

@@ -2,12 +2,18 @@
 
 Triton encodes each tensor descriptor for the copy engine at each launch, and walks all arguments to find them: of the
 host's time for a short sequence a tenth. An encoding says where a matrix lies, its shape and its tiles, no more, and
-training finds its matrices where they were a step ago. Kept are those of descriptors made by `tiles`.
+training finds its matrices where they were a step ago.
 """
 
 import copy
 
 MOST = 256  # encodings kept for one argument of one kernel
+
+
+def _place(x) -> tuple:
+    """All that an encoding depends on but for what is compiled for: type, tiles and layout. Of a descriptor made by
+    `tiles` address and shape are."""
+    return x.base.data_ptr(), *x.shape, *x.strides, x.padding, getattr(x, "round_f32_to_tf32", False)
 
 
 def start_of(run):
@@ -30,14 +36,12 @@ def start_of(run):
         out, done = [], 0
         for i, meta, known in places:
             x = args[i]
-            place = getattr(x, "place", None)  # of this kind of tiles: another would have been compiled for
+            place = getattr(x, "place", None) or _place(x)
             found = known.get(place)
             if found is None:
-                found = encode(x, meta)
-                if place is not None:
-                    if len(known) >= MOST:
-                        known.clear()
-                    known[place] = found
+                if len(known) >= MOST:
+                    known.clear()
+                found = known[place] = encode(x, meta)
             out += args[done:i]
             out += found
             done = i + 1

@@ -33,8 +33,9 @@ def tiles(x, columns: int, rows_of_tile: int, columns_of_tile: int):
     if not fields or not size or size % columns or not x.is_contiguous():
         return _construct(x, *key[1:])  # or its error
     made = object.__new__(TensorDescriptor)
+    made.__dict__ = fields = fields.copy()
     rows = size // columns
-    made.__dict__.update(fields, base=x, shape=(rows, columns), place=(place, rows, columns))
+    fields["base"], fields["shape"], fields["place"] = x, (rows, columns), (place, rows, columns)
     return made
 
 
