@@ -11,6 +11,9 @@ Why it should be faster: from the request for a tile of the chunk after next to 
     in instructions: forwards k and g 0.7, now 1.3 and 1.2; backwards k and q 0.25, now 1.2 and 0.7; g 1.0, now 0.95.
 Constraints: 017's: sm_90, K 64 or 128, V a multiple of 64, bf16 or fp16; any gate, any T, packed sequences, GVA.
 """
+import functools
+from types import SimpleNamespace
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernel_fun._common.launch import launch
 from kernel_fun._common.problem import CHUNK
+from kernel_fun._common.tiles import tiles
 from kernel_fun.kda.stages.k012_bwd_split import ERASED, WALK, _token, dAqk, segment_plan
 from kernel_fun.kda.stages.k017_bwd_scan_one import (
     _mask,
@@ -32,7 +36,6 @@ from kernel_fun.kda.stages.k017_bwd_scan_one import (
     _prepare,
     _put_last,
     _tile,
-    _tiles,
     cut,
     join_kernel,
     reach_kernel,
@@ -488,53 +491,70 @@ def run(
     [N,HV,K,V] fp32 (None without h0). dv is the gradient of v_new; the next stage applies Akk and beta to it. dAqk is
     left out where `wanted`, the names that a later stage reads, does not have it.
     """
-    h, dh = (torch.empty(p.B, p.chunks_per_row, p.HV, p.K, p.V, dtype=p.dtype, device=v.device) for _ in range(2))
+    of = _of(p, h0 is not None, dht is not None)
+    h, dh = (v.new_empty(of.states, dtype=p.dtype) for _ in range(2))
     v_new, dv = (_token(v, p, cu_seqlens, p.V, p.dtype) for _ in range(2))
     dh0 = None if h0 is None else torch.empty_like(h0)
-    few, n = cut(p), p.N
     segments = reach = parts = None
-    if few:
-        L, P, n = segment_plan(p)
-        segments = torch.empty(n, 5, dtype=torch.int64, device=v.device)
-        reach = torch.empty(2, n, p.HV, dtype=torch.int32, device=v.device)
-        parts = torch.empty(n, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=v.device)
-        shape = {"HV": p.HV, "K": p.K, "VARLEN": p.varlen}
+    if of.few:
+        segments = torch.empty(of.n, 5, dtype=torch.int64, device=v.device)
+        reach = torch.empty(2, of.n, p.HV, dtype=torch.int32, device=v.device)
+        parts = torch.empty(of.n, p.HV, p.K, 2 * p.V + p.K, dtype=torch.float32, device=v.device)
         launch(
-            reach_kernel, (2 * n * p.HV,),
-            k_raw, k_rstd, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, n, L, P,
-            H=p.H, NORM=p.l2norm, **shape, ERASED=ERASED, WALK=WALK, num_warps=8,
+            reach_kernel, of.reach_grid,
+            k_raw, k_rstd, gk, beta, cu_seqlens, chunk_offsets, segments, reach, p.T, p.N, of.n, of.L, of.P, **of.reach,
         )
-    token = {"q": q_raw, "k": k_raw, "v": v, "gk": gk, "Aqk": Aqk, "Akk": Akk, "do": do, "v_new": v_new, "dv": dv}
-    rows = {name: x.view(p.B * p.T, -1) for name, x in token.items()}
-    tiles = {name: _tiles(rows[name], CHUNK, p.K) for name in ("q", "k", "gk")}
-    tiles |= {name: _tiles(rows[name], CHUNK, CHUNK) for name in ("Aqk", "Akk")}
-    unit, gain = units(p)
+    keys = [tiles(x, columns, CHUNK, p.K) for x, columns in ((q_raw, of.K), (k_raw, of.K), (gk, of.G))]
+    scores = [tiles(x, of.A, CHUNK, CHUNK) for x in (Aqk, Akk)]
 
-    def scan(bv, columns, emit):
-        """BV columns of `columns` a program."""
-        mine = tiles | {name: _tiles(rows[name], CHUNK, bv) for name in ("v", "do", "v_new", "dv")}
-        states = [_tiles(x.view(-1, p.V), p.K, bv) for x in (h, dh)]
-        launch(
-            scan_kernel, (columns // bv * p.HV * n,),
-            *(mine[name] for name in ("q", "k", "v", "gk", "Aqk", "Akk", "do")),
-            states[0], mine["v_new"], states[1], mine["dv"],
-            v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, unit,
-            p.T, n, H=p.H, HV=p.HV, K=p.K, V=p.V, BV=bv, HAS_H0=h0 is not None, HAS_DHT=dht is not None,
-            VARLEN=p.varlen, FULL=not p.varlen and p.T % CHUNK == 0, CUT=few, EMIT=emit, NORM=p.l2norm, GAIN=gain,
-            num_warps=bv // 16,
-        )
+    def values_of(bv):
+        """The other descriptors, as the kernel takes them, for BV columns a program."""
+        t_v, t_do, t_vn, t_dv = (tiles(x, of.V, CHUNK, bv) for x in (v, do, v_new, dv))
+        t_h, t_dh = (tiles(x, p.V, p.K, bv) for x in (h, dh))
+        return keys[0], keys[1], t_v, keys[2], *scores, t_do, t_h, t_vn, t_dh, t_dv
 
-    if few:
-        scan(min(_tile(p), p.K), 2 * p.V + p.K, False)
-        launch(
-            join_kernel, (2 * (p.V // 32) * p.HV * p.N,), parts, reach, chunk_offsets, p.T, n, L, P,
-            V=p.V, BV=32, MOST=256, **shape, num_warps=8,
-        )
-    scan(_tile(p), 2 * p.V, True)
+    others = (
+        v_new, dv, gk, beta, q_rstd, k_rstd, h0, dht, dh0, cu_seqlens, chunk_offsets, segments, reach, parts, of.unit,
+        p.T, of.n,
+    )
+    emitting = values_of(of.emit["BV"])
+    if of.few:
+        building = emitting if of.build["BV"] == of.emit["BV"] else values_of(of.build["BV"])
+        launch(scan_kernel, of.build_grid, *building, *others, **of.build)
+        launch(join_kernel, of.join_grid, parts, reach, chunk_offsets, p.T, of.n, of.L, of.P, **of.join)
+    launch(scan_kernel, of.emit_grid, *emitting, *others, **of.emit)
     out = {"h": h, "v_new": v_new, "dh": dh, "dh0": dh0, "dv": dv}
     if "dAqk" in wanted:                     # a later stage may form it itself
         out["dAqk"] = dAqk(do=do, v_new=v_new, p=p, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
     return out
+
+
+@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
+def _of(p, has_h0, has_dht):
+    """What launches for a problem have in common: columns of its matrices, segments, grids and constants."""
+    few, (L, P, n) = cut(p), (0, 0, p.N)
+    if few:
+        L, P, n = segment_plan(p)
+    unit, gain = units(p)
+    shape = {"HV": p.HV, "K": p.K, "VARLEN": p.varlen}
+
+    def scan(bv, columns, emit):
+        """BV columns of `columns` a program."""
+        return (columns // bv * p.HV * n,), shape | {
+            "H": p.H, "V": p.V, "BV": bv, "HAS_H0": has_h0, "HAS_DHT": has_dht,
+            "FULL": not p.varlen and p.T % CHUNK == 0, "CUT": few, "EMIT": emit, "NORM": p.l2norm, "GAIN": gain,
+            "num_warps": bv // 16,
+        }
+
+    build_grid, build = scan(min(_tile(p), p.K), 2 * p.V + p.K, False)
+    emit_grid, emit = scan(_tile(p), 2 * p.V, True)
+    return SimpleNamespace(
+        states=(p.B, p.chunks_per_row, p.HV, p.K, p.V), K=p.H * p.K, G=p.HV * p.K, V=p.HV * p.V, A=p.HV * CHUNK,
+        few=few, n=n, L=L, P=P, unit=unit, build_grid=build_grid, build=build, emit_grid=emit_grid, emit=emit,
+        reach_grid=(2 * n * p.HV,),
+        reach=shape | {"H": p.H, "NORM": p.l2norm, "ERASED": ERASED, "WALK": WALK, "num_warps": 8},
+        join_grid=(2 * (p.V // 32) * p.HV * p.N,), join=shape | {"V": p.V, "BV": 32, "MOST": 256, "num_warps": 8},
+    )
 
 
 SPANS = {"bwd.recompute..bwd.dhu": run}

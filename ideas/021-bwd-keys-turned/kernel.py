@@ -13,16 +13,27 @@ Constraints: sm_90, K = 128, V a multiple of 64, bf16. Any gate (exponents are <
 """
 
 import functools
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 import torch
 import triton
+import triton.language as tl
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from kernel_fun._common import cutecall, ptx
 from kernel_fun._common.launch import launch
-from kernel_fun.kda.stages.k011_bwd_grads_ring import ZERO_PROGRAMS, zero_tail_kernel
+from kernel_fun._common.problem import CHUNK
+from kernel_fun._common.tiles import tiles
+from kernel_fun.kda.stages.k011_bwd_grads_ring import (
+    BV,
+    VALUE_STAGES,
+    VALUE_WARPS,
+    ZERO_PROGRAMS,
+    _multiprocessors,
+    zero_tail_kernel,
+)
 from kernel_fun.kda.stages.k015_bwd_keys import (
     L2,
     LN_2,
@@ -40,7 +51,7 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _times,
 )
 from kernel_fun.kda.stages.k015_bwd_keys import supports as supports
-from kernel_fun.kda.stages.k019_bwd_keys_exact import GROUP_ROWS, POINTERS, _Config, group_kernel, value_side
+from kernel_fun.kda.stages.k019_bwd_keys_exact import GROUP_ROWS, POINTERS, _Config, group_kernel, value_kernel
 
 FAMILY = "kda"
 # Shared memory, in bytes: 015's, in another order. Each of 8 warps has 16 columns of its own, 32 bytes of a row. In 8
@@ -54,6 +65,8 @@ STRETCH = 8 * 128 + 32
 BIAS = GK + 8 * 128
 E_AT = 64 * PITCH
 _ptx = cute.arch.inline_ptx
+SUMS_ROWS, SUMS_COLUMNS = 256, 32  # of partial sums that a program loads at once
+TOGETHER = 2**27  # bytes of what passes between value and key side that are allocated in one piece
 
 
 # ===================================================================================================== PTX, as in `ptx`
@@ -536,6 +549,32 @@ def _kernel(
         oDb[token] = d_beta.to(oDb.element_type)
 
 
+# ================================================================================================ sums over all chunks
+@triton.jit(do_not_specialize=["NT"])
+def sums_kernel(
+    dA, dbias, dA_log, ddt_bias, NT, HV: tl.constexpr, K: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """dA [NT,8,HV] and dbias [NT,HV,K] over all but a head and its channels, always in the same order. A program has a
+    head of dA (few bytes, if in many lines) or COLUMNS of dbias; both have as many loads in flight."""
+    pid, o_r, o_c = tl.program_id(0), tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
+    if HAS_A:
+        if pid < HV:
+            AT_ONCE: tl.constexpr = ROWS * COLUMNS // 2
+            o_a, sums = tl.arange(0, AT_ONCE), tl.zeros([AT_ONCE], tl.float32)
+            for i in range(0, NT * 8, AT_ONCE):
+                sums += tl.load(dA + (i + o_a) * HV + pid, mask=i + o_a < NT * 8, other=0.0)
+            tl.store(dA_log + pid, tl.sum(sums, 0))
+        pid -= HV
+    if HAS_BIAS:  # noqa: SIM102  (compile-time and run-time conditions)
+        if pid >= 0:
+            o_c += pid * COLUMNS
+            part = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for i in range(0, NT, ROWS):
+                part += tl.load(dbias + (i + o_r) * (HV * K) + o_c[None, :], mask=i + o_r < NT, other=0.0)
+            tl.store(ddt_bias + o_c, tl.sum(part, 0))
+
+
 # ---------------------------------------------------------------------------------------------------------- host code
 def _launcher(cfg):
     @cute.jit
@@ -562,43 +601,84 @@ def _compile(cfg_key, dtypes):
     return cutecall.compile_for(_launcher(_Config(*cfg_key)), dtypes, numbers)
 
 
+def _scratch(like, sizes, dtype, together):
+    """Flat tensors of these sizes; parts of one if `together`, which for a short sequence is what the host has time
+    for (for a long one it would have to be found in one piece)."""
+    if together:
+        return like.new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
+    return [like.new_empty(n, dtype=dtype) for n in sizes]
+
+
+def value_side(*, v, v_new, gk, beta, Akk, h, do, dh, dv, tail, rows, of, p, cu_seqlens, chunk_indices):
+    """019's, which also says what they hold; what the key side reads is flat here. `tail` and `rows` are written."""
+    xq, xu, xd, D, E, rest = _scratch(v, of.halves, v.dtype, of.together)
+    dv_out = v.new_empty(p.B, p.T, p.HV, p.V)
+    tokens = [tiles(x, of.V, CHUNK, BV) for x in (do, dv, v_new, v)]
+    states = [tiles(x, p.V, p.K, BV) for x in (h, dh)]
+    programs = min(of.chunks, _multiprocessors(v.device))
+    launch(
+        value_kernel, (programs,), *tokens, tiles(Akk, of.A, CHUNK, BV), *states, tiles(gk, of.G, CHUNK, p.K), gk, beta,
+        xq, xu, xd, D, E, rest, rows, tail, dv_out, cu_seqlens, chunk_indices, p.scale, p.T, of.chunks, programs,
+        **of.value,
+    )
+    return (xq, xu, xd, D, E, rest, rows, tail), dv_out
+
+
 def run(
     *, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, g_raw, A_log, dt_bias, p, cu_seqlens,
     chunk_indices,
 ):
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
     ddt_bias."""
-    states, dv_out = value_side(
-        v=v, v_new=v_new, gk=gk, beta=beta, Akk=Akk, h=h, do=do, dh=dh, dv=dv, p=p, cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
-    )
     has_A, has_bias = A_log is not None, dt_bias is not None
-    cfg_key = (p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV)
+    of = _of(p, has_A, has_bias)
+    tail, dbias, dA, rows = _scratch(gk, of.singles, torch.float32, of.together)
+    dA, dbias = dA if has_A else None, dbias if has_bias else None
+    states, dv_out = value_side(
+        v=v, v_new=v_new, gk=gk, beta=beta, Akk=Akk, h=h, do=do, dh=dh, dv=dv, tail=tail, rows=rows, of=of, p=p,
+        cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+    )
     dq, dk, dg = (torch.empty_like(gk, dtype=dtype) for dtype in (p.dtype, p.dtype, p.g_dtype))
     dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
-    dA = None if A_log is None else q_raw.new_empty(p.NT, 8, p.HV, dtype=torch.float32)
-    dbias = None if dt_bias is None else q_raw.new_empty(p.NT, p.HV, p.K, dtype=torch.float32)
     f32, i64 = cutecall.absent(gk.device, torch.float32), cutecall.absent(gk.device, torch.int64)
     given = (q_raw, k_raw, gk, beta, *states, g_raw, A_log, dt_bias, q_rstd, k_rstd, dq, dk, dg, dbeta, dA, dbias)
     tensors = [f32 if x is None else cutecall.flat(x) for x in given]
-    tensors += [i64 if x is None else x.reshape(-1) for x in (cu_seqlens, chunk_indices)]
-    kernel = _compile(cfg_key, tuple(x.dtype for x in tensors))
-    rows = 1 if p.varlen else p.B  # the grid's second axis
-    kernel(*tensors, p.T, 0.0 if p.lower_bound is None else p.lower_bound, p.beta_scale, p.NT * p.HV // rows, rows)
+    tensors += [i64 if x is None else cutecall.flat(x) for x in (cu_seqlens, chunk_indices)]
+    _compile(of.key, tuple([x.dtype for x in tensors]))(*tensors, *of.numbers)
     if p.varlen:
-        launch(
-            zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T,
-            HV=p.HV, K=p.K, V=p.V, num_warps=4,
-        )
+        launch(zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T, **of.zero)
     if p.HV != p.H:  # the norm is applied to a group's sum
-        heads, (dq, dk), rows = (dq, dk), (torch.empty_like(x) for x in (q_raw, k_raw)), p.B * p.T * p.H
+        heads, (dq, dk) = (dq, dk), (torch.empty_like(x) for x in (q_raw, k_raw))
         launch(
-            group_kernel, (triton.cdiv(rows, GROUP_ROWS), 2), *heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens,
-            p.N, rows, H=p.H, G=p.HV // p.H, K=p.K, NORM=p.l2norm, IS_VARLEN=p.varlen, BR=GROUP_ROWS, num_warps=4,
+            group_kernel, of.group_grid, *heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens, p.N, of.keys,
+            **of.group,
         )
-    dA = None if dA is None else dA.sum((0, 1)).view_as(A_log)
-    dbias = None if dbias is None else dbias.sum(0).view_as(dt_bias)
-    return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA, "ddt_bias": dbias}
+    dA_log, ddt_bias = (None if x is None else gk.new_empty(x.shape) for x in (A_log, dt_bias))
+    if has_A or has_bias:
+        launch(sums_kernel, of.sums_grid, dA, dbias, dA_log, ddt_bias, p.NT, **of.sums)
+    return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA_log, "ddt_bias": ddt_bias}
+
+
+@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
+def _of(p, has_A, has_bias):
+    """What calls of a problem have in common: sizes, grids, and what kernels are specialised for."""
+    tokens, chunks, rows = p.B * p.T * p.HV, p.NT * p.HV, 1 if p.varlen else p.B  # rows: the grid's second axis
+    halves = [tokens * n for n in (p.K, p.K, p.K, CHUNK, CHUNK, 16)]
+    lower_bound = 0.0 if p.lower_bound is None else p.lower_bound
+    shape = {"HV": p.HV, "K": p.K}
+    return SimpleNamespace(
+        halves=halves, singles=[chunks * p.K, chunks * p.K * has_bias, chunks * 8 * has_A, tokens * 2],
+        together=2 * sum(halves) <= TOGETHER, chunks=chunks, V=p.HV * p.V, A=p.HV * CHUNK, G=p.HV * p.K,
+        value=shape | {"V": p.V, "IS_VARLEN": p.varlen, "STAGES": VALUE_STAGES, "num_warps": VALUE_WARPS},
+        key=(p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV),
+        numbers=(p.T, lower_bound, p.beta_scale, chunks // rows, rows), zero=shape | {"V": p.V, "num_warps": 4},
+        keys=p.B * p.T * p.H, group_grid=(triton.cdiv(p.B * p.T * p.H, GROUP_ROWS), 2),
+        group={"H": p.H, "G": p.HV // p.H, "K": p.K, "NORM": p.l2norm, "IS_VARLEN": p.varlen, "BR": GROUP_ROWS,
+               "num_warps": 4},
+        sums_grid=(p.HV * has_A + p.HV * (p.K // SUMS_COLUMNS) * has_bias,),
+        sums=shape | {"HAS_A": has_A, "HAS_BIAS": has_bias, "ROWS": SUMS_ROWS, "COLUMNS": SUMS_COLUMNS,
+                      "num_warps": 8},
+    )
 
 
 def run_log_gate(*, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
@@ -611,3 +691,14 @@ SPANS = {"bwd.wy..bwd.beta": run}
 
 def spans(p):
     return {"bwd.wy..bwd.beta": run_log_gate if p.gate == "log" else run}
+
+
+_SUMS = dict.fromkeys(("dA", "dbias", "dA_log", "ddt_bias"), "*fp32") | {"NT": "i32"}
+_SHAPE = {"HV": 16, "K": K, "ROWS": SUMS_ROWS, "COLUMNS": SUMS_COLUMNS}
+COMPILE = [
+    (
+        sums_kernel, {n: t for n, t in _SUMS.items() if n not in absent},
+        _SHAPE | dict.fromkeys(absent) | {"HAS_A": "dA" not in absent, "HAS_BIAS": "dbias" not in absent}, 8, 1,
+    )
+    for absent in ((), ("dA", "dA_log"), ("dbias", "ddt_bias"))
+]

@@ -51,6 +51,11 @@ class Descriptor:
         return Descriptor(tensor, block)
 
 
+def tiles(x, columns, rows_of_tile, columns_of_tile):
+    """Stands in for `kernel_fun._common.tiles.tiles`."""
+    return Descriptor(x.view(-1, columns), [rows_of_tile, columns_of_tile])
+
+
 class Shared:
     """A view of shared memory."""
 
@@ -244,6 +249,7 @@ def load(path: Path):
         f"{_GLUON}.language": language,
         f"{_GLUON}.language.nvidia.hopper": hopper,
         f"{_GLUON}.nvidia.hopper": types.SimpleNamespace(TensorDescriptor=Descriptor),
+        "kernel_fun._common.tiles": types.SimpleNamespace(tiles=tiles),
     }
     for name in (f"{_GLUON}.language.nvidia", f"{_GLUON}.nvidia"):
         fakes[name] = types.SimpleNamespace()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from loop import registry, spans
-from loop.tests import cute_cpu, cute_races
+from loop.tests import cute_cpu, cute_races, gluon_as_torch
 from loop.tests.test_bwd_keys_exact_idea import SMALL, Both, pairs_alone, value_side
 from loop.tests.test_bwd_keys_idea import STEPS
 
@@ -24,12 +24,10 @@ pairs_alone = partial(pairs_alone, path=PATH)
 
 def emulated(monkeypatch, source=PATH):
     """The idea with its kernels on the CPU."""
-    from kernel_fun.kda.stages import k019_bwd_keys_exact as parent
-
     idea, keys = registry.load("021"), Both(source)
     values, _ = value_side()
-    monkeypatch.setattr(parent, "value_kernel", values.value_kernel)
-    monkeypatch.setattr(parent, "_tiles", values._tiles)
+    monkeypatch.setattr(idea, "value_kernel", values.value_kernel)
+    monkeypatch.setattr(idea, "tiles", gluon_as_torch.tiles)
     monkeypatch.setattr(idea, "supports", lambda p: (True, ""))
     monkeypatch.setattr(idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(keys, keys._Config(*cfg)))
     return idea
@@ -127,6 +125,35 @@ def test_no_access_to_shared_memory_meets_a_bank_twice():
         pairs_alone(STEPS["typical"])
     assert met
     assert max(met) == 1
+
+
+@pytest.mark.parametrize(("HV", "NT"), [(1, 1), (3, 256), (16, 515), (2, 2050)])
+def test_sums_over_chunks(HV, NT):
+    idea, gen = registry.load("021"), torch.Generator().manual_seed(3)
+    dA, dbias = torch.randn(NT * 8 * HV, generator=gen), torch.randn(NT * HV * 128, generator=gen)
+    want = dA.view(NT, 8, HV).double().sum((0, 1)), dbias.view(NT, HV * 128).double().sum(0)
+    p = replace(SMALL["gate"].problem(), HV=HV, NT=NT)
+    for has_A, has_bias in ((True, True), (True, False), (False, True)):
+        got = [torch.full_like(x, float("nan"), dtype=torch.float32) for x in want]
+        parts = [x if has else None for x, has in zip((dA, dbias, *got), (has_A, has_bias) * 2, strict=True)]
+        of = idea._of(p, has_A, has_bias)
+        idea.launch(idea.sums_kernel, of.sums_grid, *parts, NT, **of.sums)
+        for x, y, has in zip(got, want, (has_A, has_bias), strict=True):
+            assert (x.double() - y).abs().max() < 1e-5 * NT**0.5 * 3 if has else x.isnan().all()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_passes_between_the_sides_is_aligned_and_apart(together):
+    """As one piece or as several; also without a gate's parameters, and with an odd number of tokens and heads."""
+    idea = registry.load("021")
+    for has_A, has_bias, HV in ((True, True, 3), (False, False, 1)):
+        of = idea._of(replace(SMALL["gate"].problem(), T=67, NT=2, B=1, H=1, HV=HV), has_A, has_bias)
+        for sizes, dtype in ((of.halves, torch.bfloat16), (of.singles, torch.float32)):
+            parts = idea._scratch(torch.empty(0), sizes, dtype, together)
+            assert [(x.numel(), x.dtype, x.dim()) for x in parts] == [(n, dtype, 1) for n in sizes]
+            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in parts if x.numel())
+            assert all(start % 16 == 0 for start, _ in spans)
+            assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
 
 
 def test_refuses_what_it_cannot_do():

@@ -30,7 +30,7 @@ from loop.tests.test_bwd_scan_one_idea import (
 )
 from loop.tests.test_fwd_operands_idea import _loops
 
-PARENTS_HELPERS = ("_mask", "_minus_beta", "_norms", "_prepare", "_put_last", "_tiles")
+PARENTS_HELPERS = ("_mask", "_minus_beta", "_norms", "_prepare", "_put_last")
 CASES = PARENTS | {
     "five_chunks_wide_values": SHAPE | {"T": 320, "V": 128},              # each buffer again
     "k128_narrow_values": SHAPE | {"T": 256, "K": 128, "dht": False},     # states are half of a gate tile

@@ -1,9 +1,12 @@
 """A launch that skips Triton's binding must still compile anew for whatever Triton would compile anew for."""
 
+import inspect
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -11,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
 from kernel_fun._common import launch as module
+from kernel_fun._common import tiles as shared
 from kernel_fun._common.launch import launch
 
 
@@ -20,7 +24,7 @@ class Kernel:
     arg_names = ("x", "y", "n", "scale", "K", "FULL")
 
     def __init__(self):
-        self.compiled, self.launched, self.hooked = [], [], False
+        self.compiled, self.launched, self.hooked, self.told = [], [], False, 0
 
     def __getitem__(self, grid):
         def run(*args, **constants):
@@ -32,11 +36,23 @@ class Kernel:
 
 
 class Compiled:
+    """Stands in for a CompiledKernel, which is launched by `run` or, where somebody wants to be told, by its grid."""
+
+    function, packed_metadata = "function", "packed"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
+    def run(self, x, y, z, *args):
+        assert args[:6] == ("stream 0", self.function, self.packed_metadata, None, None, None)
+        self.kernel.launched.append(((x, y, z), args[6:]))
+
     def __getitem__(self, grid):
-        return lambda *args: self.kernel.launched.append((grid, args))
+        def run(*args):
+            self.kernel.told += 1
+            self.kernel.launched.append((grid, args))
+
+        return run
 
 
 @pytest.fixture
@@ -44,8 +60,15 @@ def kernel(monkeypatch):
     monkeypatch.setattr(module, "JITFunction", Kernel)
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_device", lambda: 0)
+    monkeypatch.setattr(module, "_stream", lambda device: f"stream {device}")
+    monkeypatch.setattr(module, "_knobs", SimpleNamespace(runtime=Hooks()))
     return Kernel()
+
+
+class Hooks:
+    def __init__(self):
+        self.launch_enter_hook, self.launch_exit_hook = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
 
 
 def call(kernel, x, n=64, scale=0.5, y=None, **constants):
@@ -61,6 +84,41 @@ def test_a_second_call_launches_what_the_first_compiled(kernel):
     assert grid == (4, 2, 1)
     assert args[0] is b
     assert args[1:] == (None, 64, 0.25, 128, True)
+
+
+def test_whoever_wants_to_be_told_of_launches_is(kernel, monkeypatch):
+    """Triton's hooks are chains, mostly empty; in some versions they are None or a function."""
+    call(kernel, torch.zeros(64))
+    runtime = module._knobs.runtime
+    for told, enter, leave in (
+        (0, SimpleNamespace(calls=[]), SimpleNamespace(calls=[])), (0, None, None), (1, print, None), (1, None, print),
+        (1, SimpleNamespace(calls=[print]), SimpleNamespace(calls=[])),
+        (1, SimpleNamespace(calls=[]), SimpleNamespace(calls=[print])),
+    ):  # fmt: skip
+        kernel.told, runtime.launch_enter_hook, runtime.launch_exit_hook = 0, enter, leave
+        call(kernel, torch.zeros(64))
+        assert kernel.told == told
+        assert kernel.launched[-1][0] == (4, 2, 1)
+    assert len(kernel.compiled) == 1
+
+
+def test_a_triton_whose_own_last_step_is_not_known_is_launched_in_the_ordinary_way(kernel, monkeypatch):
+    monkeypatch.setattr(module, "_knobs", None)
+    for _ in range(2):
+        call(kernel, torch.zeros(64))
+    assert kernel.told == 1
+    assert len(kernel.compiled) == 1
+
+
+def test_a_known_triton_ends_its_own_launch_as_it_is_ended_here():
+    """What `launch` passes but for hooks is what JITFunction.run passes, argument by argument."""
+    if module._knobs is None and not triton.__version__.startswith(("3.6.", "3.7.")):
+        pytest.skip("this Triton is launched in the ordinary way")
+    source = " ".join(inspect.getsource(jit.JITFunction.run).split())
+    assert (
+        "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
+        "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
+    ) in source
 
 
 buffer = torch.zeros(80)
@@ -88,7 +146,7 @@ def test_another_device_or_kernel_is_another_kind(kernel, monkeypatch):
     x, other = torch.zeros(64), Kernel()
     call(kernel, x)
     call(other, x)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "_device", lambda: 1)
     call(kernel, x)
     assert (len(kernel.compiled), len(other.compiled)) == (2, 1)
 
@@ -121,6 +179,10 @@ def tiles(dtype=torch.bfloat16, rows=64, columns=64, shape=(128, 128), swizzle=1
     return TensorDescriptor.from_tensor(x, [rows, columns], layout)
 
 
+def ours(dtype=torch.bfloat16, rows=64, columns=64, shape=(128, 128)):
+    return shared.tiles(torch.zeros(shape, dtype=dtype), shape[1], rows, columns)
+
+
 ARGUMENTS = {
     **{f"{n}": n for n in (-1, 0, 1, 7, 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62)},
     **{repr(x): x for x in (None, True, False, 0.0, 1.0)},
@@ -129,6 +191,8 @@ ARGUMENTS = {
     "tiles": tiles(), "tiles of fp16": tiles(torch.float16), "tiles of fp32": tiles(torch.float32),
     "fewer rows": tiles(rows=32), "more columns": tiles(columns=128), "another swizzle": tiles(swizzle=64),
     "of a smaller matrix": tiles(shape=(7, 64)),
+    "ours": ours(), "ours, another": ours(shape=(3, 64, 192)), "ours of fp16": ours(torch.float16),
+    "ours of fp32": ours(torch.float32), "ours, fewer rows": ours(rows=32), "ours, more columns": ours(columns=128),
 }  # fmt: skip
 
 
@@ -140,4 +204,4 @@ def test_kinds_are_at_least_as_fine_as_tritons_own(specialised):
     own = {name: jit.native_specialize_impl(backend, x, False, specialised, True) for name, x in ARGUMENTS.items()}
     apart = [pair for pair in itertools.combinations(ARGUMENTS, 2) if own[pair[0]] != own[pair[1]]]
     assert len(apart) > 200
-    assert not [pair for pair in apart if module._kind(ARGUMENTS[pair[0]]) == module._kind(ARGUMENTS[pair[1]])]
+    assert not [pair for pair in apart if module.kinds([ARGUMENTS[pair[0]]]) == module.kinds([ARGUMENTS[pair[1]]])]

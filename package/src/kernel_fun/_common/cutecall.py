@@ -31,4 +31,6 @@ def absent(device, dtype):
 
 def flat(x):
     """One dimension, 16-byte aligned: a view of a parameter may begin anywhere."""
-    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(-1)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    return x if x.dim() == 1 else x.view(-1)

@@ -31,5 +31,8 @@ def recall(ctx) -> tuple[dict, dict, torch.Tensor]:
 def hand_out(ctx, name: str, token: torch.Tensor, received: tuple, grads: list) -> tuple | list:
     """`grads`, one an input, each in its input's dtype; operator `name` gives them once."""
     with torch.no_grad():
-        grads = [g if g is None or dtype is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+        grads = [
+            g if g is None or dtype is None or g.dtype == dtype else g.to(dtype)
+            for g, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
     return once(name, token, received, grads)

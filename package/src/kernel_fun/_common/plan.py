@@ -36,7 +36,10 @@ class Step:
     source: str
 
     def __call__(self, env: dict, meta: dict) -> dict:
-        return self.fn(**{name: env[name] for name in self.reads}, **{name: meta[name] for name in self.meta})
+        given = {name: env[name] for name in self.reads}
+        for name in self.meta:
+            given[name] = meta[name]
+        return self.fn(**given)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 accepted, in the exception type that fla raises for it.
 """
 import contextlib
+import functools
 import math
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from .._common import support
 from .._common.problem import CHUNK, KdaProblem
 
+_problem = functools.lru_cache(maxsize=4096)(KdaProblem)  # two dozen fields; what is kept by problem is found sooner
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -105,7 +107,7 @@ def describe(a: dict, pack, state_v_first: bool) -> tuple[KdaProblem, tuple]:
     scale = a["scale"]
     if pack is not None and pack.total < T:
         T = pack.total
-    p = KdaProblem(
+    p = _problem(
         B, T, H, HV, K, V, N,
         NT=B * -(-T // CHUNK) if pack is None else pack.NT,
         dtype=dtype,
