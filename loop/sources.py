@@ -45,7 +45,7 @@ def shipped(family: str) -> tuple:
 
 # Of the package, what decides a result or its time: the kernels, and what chooses, orders and launches them.
 _COMMON = (
-    "blocks", "cutecall", "dispatch", "encoded", "launch", "packed", "passes", "plan", "problem", "promoted", "ptx",
+    "blocks", "cutecall", "dispatch", "launch", "packed", "passes", "plan", "problem", "promoted", "ptx",
     "support", "tails", "tiles",
 )  # fmt: skip
 _FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")

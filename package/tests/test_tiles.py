@@ -29,7 +29,7 @@ def ordinary(x, columns, *block):
 
 def fields(made):
     """What a descriptor says; its base as address and dtype, sequences as lists."""
-    out = {name: x for name, x in vars(made).items() if name not in ("launch_kind", "place")}
+    out = {name: x for name, x in vars(made).items() if name != "launch_kind"}
     out["base"] = made.base.data_ptr(), made.base.dtype
     return out | {name: list(out[name]) for name in ("shape", "strides", "block_shape")}
 

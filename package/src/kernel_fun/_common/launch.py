@@ -11,8 +11,6 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .encoded import start_of
-
 _compiled: dict = {}  # kind of call -> (the kernel, so that its id stays its own; compiled; start; constexpr values)
 _tiles: dict = {}  # what Triton compiles for of a tensor descriptor -> an object that stands for it, quick to compare
 _odd: dict = {}  # dtype -> the same for a tensor that does not begin at a multiple of 16 bytes
@@ -39,7 +37,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         compiled = kernel[grid](*args, **constants)
         if isinstance(compiled, CompiledKernel):  # a hook of Triton's can take the launch over, and then this is None
             rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-            _compiled[key] = kernel, compiled, None if _knobs is None else start_of(compiled.run), rest
+            _compiled[key] = kernel, compiled, None if _knobs is None else compiled.run, rest
         return
     _, compiled, start, rest = found
     if len(grid) < 3:
