@@ -18,6 +18,31 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
+        module="k021_bwd_keys_turned",
+        idea="021-bwd-keys-turned",
+        spans=(
+            "bwd.wy..bwd.beta",
+        ),
+        source="ideas/021-bwd-keys-turned/kernel.py",
+        sha256="7adeda2b1cd81f113c8d8269fa96d333fed21c202d74d163dfb9a4dac9394ee3",
+        commit="eb521296b65e74be178dfce3e68163771786ee91",
+        rows=(
+            "a06879dbe546b28f",
+            "4dd27d5d08c0c7ce",
+            "315557b6b7c425c8",
+            "406891d2feabc2fa",
+        ),
+        evidence=(
+            "kimi8192_softplus bwd on NVIDIA H200: 4.485x 000 (4.466 to 4.499), 3.587 ms",
+            "kimi8192_softplus fwdbwd on NVIDIA H200: 4.414x 000 (4.395 to 4.456), 4.510 ms",
+            "kimi8192_softplus bwd on NVIDIA H200: 1.125x ship (1.120 to 1.132), 3.587 ms",
+            "kimi8192_softplus fwdbwd on NVIDIA H200: 1.105x ship (1.099 to 1.109), 4.510 ms",
+        ),
+        beside=(
+            "k017_bwd_scan_one",
+        ),
+    ),
+    Shipped(
         module="k019_bwd_keys_exact",
         idea="019-bwd-keys-exact",
         spans=(
