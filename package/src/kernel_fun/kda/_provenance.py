@@ -18,24 +18,6 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
-        module="k020_bwd_scan_ahead",
-        idea="020-bwd-scan-ahead",
-        spans=(
-            "bwd.recompute..bwd.dhu",
-        ),
-        source="ideas/020-bwd-scan-ahead/kernel.py",
-        sha256="9389d58dcb043f098c8dc559389f39548224cee117f8ac80b9807c68d3b3be8b",
-        commit="",
-        rows=(
-        ),
-        evidence=(
-            "candidate: its rows are being measured",
-        ),
-        beside=(
-            "k021_bwd_keys_turned",
-        ),
-    ),
-    Shipped(
         module="k021_bwd_keys_turned",
         idea="021-bwd-keys-turned",
         spans=(
