@@ -18,6 +18,27 @@ class Shipped(NamedTuple):
 
 SHIPPED: tuple[Shipped, ...] = (
     Shipped(
+        module="k020_bwd_scan_ahead",
+        idea="020-bwd-scan-ahead",
+        spans=(
+            "bwd.recompute..bwd.dhu",
+        ),
+        source="ideas/020-bwd-scan-ahead/kernel.py",
+        sha256="9389d58dcb043f098c8dc559389f39548224cee117f8ac80b9807c68d3b3be8b",
+        commit="c243eb06d421f7465fea83635787aefa96db9099",
+        rows=(
+            "ceaa31e05bf648f2",
+            "ea52191389406c11",
+        ),
+        evidence=(
+            "prod8192_gate bwd on NVIDIA H200: 3.897x 000 (3.890 to 3.905), 9.795 ms",
+            "prod8192_gate bwd on NVIDIA H200: 1.028x ship (1.023 to 1.029), 9.795 ms",
+        ),
+        beside=(
+            "k021_bwd_keys_turned",
+        ),
+    ),
+    Shipped(
         module="k021_bwd_keys_turned",
         idea="021-bwd-keys-turned",
         spans=(
