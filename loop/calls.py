@@ -78,10 +78,12 @@ def memory(arm, inputs: Inputs, mode: str) -> tuple[int | None, int | None]:
     return torch.cuda.max_memory_allocated() - before, saved
 
 
-def caller_ms(call: Callable) -> float:
-    """One call as somebody waiting for it sees it: host clock, launches included, nothing queued before it."""
-    times = []
-    for _ in range(5):
+def caller_ms(call: Callable, seconds: float = 0.3, least: int = 5, most: int = 50) -> float:
+    """One call as somebody waiting for it sees it: host clock, launches included, nothing queued before it. The median
+    of `least` to `most` calls, as many as take `seconds`: a process that has just done something else needs a few
+    before its caches, and so a short call's time, are those of a training loop."""
+    times, until = [], time.perf_counter() + seconds
+    while len(times) < least or (len(times) < most and time.perf_counter() < until):
         torch.cuda.synchronize()
         began = time.perf_counter()
         call()

@@ -18,7 +18,7 @@ import torch
 
 from . import cases, compare, contract, held, inputs, poison, registry, spans
 from .compare import same_bits
-from .measure import Measured
+from .measure import Measured, slack_of
 from .verdict import CheckError, CheckResult, Rejected, Status, issue
 
 RUNS = 3  # on a GPU; a CPU runs one program at a time, so two runs say as much
@@ -98,7 +98,7 @@ class _Session:
         if not grad:
             self.expected = {n: self.expected[n] for n in inputs.RESULTS[case.family]}
         baseline = None if device.type == "cpu" or baseline == arm.name else baseline
-        self.values = Measured(case, tuple(self.expected), baseline, grad)
+        self.values = Measured(case, tuple(self.expected), baseline, grad, slack_of(arm))
         self.errors, self.proofs = {}, {}
         self.op = getattr(arm, "held_op", arm.op)
 

@@ -44,6 +44,19 @@ def passed():
     return gate(controls.honest("kda"), TINY)
 
 
+@pytest.mark.parametrize(
+    ("name", "off", "ok"), [("bent", 0.015, False), ("cudnn-1.32", 0.015, True), ("cudnn-1.32", 0.1, False)]
+)
+def test_a_peer_is_held_to_ten_budgets(name, off, ok):
+    """It is timed beside us where it is less exact, and its errors are in its rows; but not whatever it computes."""
+    found = gate(Bent(lambda o, ht: (o * (1 + off), ht), name=name), TINY)
+    assert found.ok == ok, found.message
+    assert found.errors["o"].rel_rms == pytest.approx(off, rel=0.2)
+    if ok:
+        assert found.errors["o"].limit == pytest.approx(10 * found.errors["o"].budget)
+        assert "10 times the budgets" in found.proofs["values"]
+
+
 def test_a_pass_shows_its_evidence(passed):
     assert passed.ok
     assert passed.findings == ()
