@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -50,11 +51,11 @@ def _bar() -> Iterator:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not watched(sys.stderr):
-        last = [""]
+        last, began = [""], time.monotonic()
 
         def line(what: str, done: int, total: int) -> None:
             if what != last[0]:
-                say(what)
+                say(f"{time.monotonic() - began:5.1f} s  {what}")
                 last[0] = what
 
         yield line

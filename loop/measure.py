@@ -4,6 +4,9 @@ Small cases are compared whole. Of a large one the oracle does a few heads (or b
 seed; the other heads are held against the baseline, which computes them all.
 """
 
+import contextlib
+import time
+
 import torch
 
 from . import compare, contract, inputs, oracle, peers
@@ -29,18 +32,20 @@ class Measured:
         self.p = case.problem()
         self.ours = {n: [] for n in names}
         self.theirs = {n: [] for n in names}
-        self.part, self.seeds = None, 0
+        self.part, self.seeds, self.seconds = None, 0, {"the baseline": 0.0, "the oracle": 0.0}
 
     def add(self, values: inputs.Inputs, outputs: dict) -> None:
         """Measure one seed's outputs. Rejected when heads that the oracle did not do are far from the baseline's."""
         outputs = {n: outputs[n] for n in self.names}
-        theirs = self.baseline_outputs(values) if self.baseline else None
+        with self._clock("the baseline"):
+            theirs = self.baseline_outputs(values) if self.baseline else None
         self.seeds += 1
         if "tiny" not in self.case.tags:
             self.part = oracle.choose(self.case, HEADS, values.seed)
             values = oracle.take(values, self.part)
-        truth = oracle.oracle(values)
-        terms = oracle.term_sizes(values, truth)
+        with self._clock("the oracle"):
+            truth = oracle.oracle(values)
+            terms = oracle.term_sizes(values, truth)
         for sink, found in ((self.ours, outputs), (self.theirs, theirs)):
             if found is None:
                 continue
@@ -50,6 +55,15 @@ class Measured:
                     sink[name].append(compare.difference(cut[name], truth[name], terms.get(name)))
         if theirs is not None and self.part is not None:
             self._check_other_heads(outputs, theirs)
+
+    @contextlib.contextmanager
+    def _clock(self, what: str):
+        """Count what is done to the seconds that `what` takes of a check."""
+        began = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[what] += time.perf_counter() - began
 
     def baseline_outputs(self, values: inputs.Inputs) -> dict:
         from . import arms
@@ -94,6 +108,7 @@ class Measured:
     def proofs(self, errors: dict) -> dict[str, str]:
         of = f", {self.slack:g} times the budgets," if self.slack > 1 else ""
         shown = {"values": f"{len(errors)} outputs within their limits{of} over {self.seeds} seeds"}
+        shown["seconds"] = ", ".join(f"{what} {s:.1f}" for what, s in self.seconds.items())
         if self.part is not None:
             whole = self.case.HV if self.case.family == "kda" else self.case.D
             shown["heads"] = f"{len(self.part.heads)} of {whole} at random"
