@@ -81,7 +81,7 @@ def check(
         found = runner.check(family, names, listed, seeds, writer, progress)
     console.show(runner.check_table(found))
     console.say(f"rows: {writer.path}")
-    finish(rows.all_passed(found))
+    finish(rows.all_passed(found, names))
 
 
 @app.command()
@@ -108,7 +108,7 @@ def bench(
         found = runner.bench(family, names, listed, modes, against, blocks, writer, progress)
     console.show(runner.bench_table(found))
     console.say(f"rows: {writer.path}")
-    finish(rows.all_passed(found, names))  # a baseline that passes beside an arm that declined is no success
+    finish(rows.all_passed(found, names))
 
 
 measuring.add(app)
@@ -145,7 +145,7 @@ def board(
     if as_json:
         print(json.dumps(work.entries(found, families), indent=1))
         return
-    tables = work.tables(found, families)
+    tables = work.tables(found, families, console.width())
     console.show(*tables or ["no rows yet; run: python -m loop bench kda --impl 000"])
 
 
@@ -162,7 +162,8 @@ def promote(
     """Copy an idea's kernel.py into the package with its evidence, or say what is missing."""
     from loop import promote as work
 
-    entry = work.promote(idea, as_fast=as_fast, beside=beside or ())
+    with console.waiting("reading the rows, and what their commits hold"):
+        entry = work.promote(idea, as_fast=as_fast, beside=beside or ())
     print(f"{entry['source']} -> stages/{entry['module']}.py, sha256 {entry['sha256'][:12]}, {entry['commit'][:12]}")
     for line in entry["evidence"]:
         print(f"  {line}")

@@ -122,7 +122,7 @@ def _measure(run: Run, lanes: list[Lane], base: Lane, case, mode: str, seed: int
         with torch.cuda.stream(_stream()):
             _blocks(run, alive, base, blocks, _gpu_sample, progress)
             for lane in alive:  # last, so that the profiler is not in the times; without it a time is still a time
-                with contextlib.suppress(RuntimeError, AssertionError):
+                with contextlib.suppress(RuntimeError, AssertionError, LookupError, ValueError, OSError):
                     lane.launches = lane.arm.launches(sets[0], calls.pass_of(mode))
     finally:
         for lane in lanes:

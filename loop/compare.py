@@ -31,7 +31,8 @@ class Difference:
     error: float  # RMS of the difference
     size: float  # RMS of the reference
     bad: int = 0  # entries that are NaN or Inf
-    kurtosis: float = 3.0  # of the reference: 3 where it is Gaussian, its number of entries where one is all there is
+    own: float = 1.0  # RMS of the reference, also where `size` is that of its terms
+    fourth: float = 3**0.25  # the root of the mean of its fourth powers
 
     @property
     def zero_reference(self) -> bool:
@@ -41,7 +42,8 @@ class Difference:
     def effective(self) -> float:
         """How many Gaussian numbers scatter as this reference does: gates that leave next to nothing of a gradient but
         at a row's end make a tensor of two million entries a statistic of ten."""
-        return min(self.numbers, 3 * self.numbers / self.kurtosis)
+        kurtosis = (self.fourth / self.own) ** 4 if self.own else 3.0  # 3 if Gaussian, `numbers` if one is all there is
+        return min(self.numbers, 3 * self.numbers / kurtosis)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ def difference(got: torch.Tensor, reference: torch.Tensor, terms: torch.Tensor |
     reference = reference.double()
     delta = got.double() - reference
     error, size = rms(delta), rms(reference)
-    kurtosis = (reference / size).pow(4).mean().item() if size else 3.0
+    own, fourth = size, size * (reference / size).pow(4).mean().item() ** 0.25 if size else 0.0
     if terms is not None:
         size = max(size, rms(terms.double()))
     apart = delta.abs().flatten()
     where = apart.argmax()
     relative, position = _relative(error, size), _position(where, got)
-    return Difference(relative, apart[where].item(), position, got.numel(), error, size, kurtosis=kurtosis)
+    return Difference(relative, apart[where].item(), position, got.numel(), error, size, own=own, fourth=fourth)
 
 
 def _relative(error: float, size: float) -> float:
@@ -115,9 +117,12 @@ def pool(differences: list[Difference]) -> Difference:
         math.sqrt(sum(d.numbers * x(d) ** 2 for d in differences) / max(numbers, 1)) for x in (_error, _size)
     )
     relative = math.inf if math.isinf(error) else _relative(error, size)
-    fourth = sum(d.numbers * d.kurtosis * _size(d) ** 4 for d in differences) / max(numbers, 1)
-    bad, kurtosis = sum(d.bad for d in differences), fourth / size**4 if size else 3.0
-    return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, bad, kurtosis)
+    bad, top = sum(d.bad for d in differences), max(d.fourth for d in differences) or 1.0
+    own, fourth = (
+        top * (sum(d.numbers * (x / top) ** power for d, x in of) / max(numbers, 1)) ** (1 / power)
+        for power, of in ((2, [(d, d.own) for d in differences]), (4, [(d, d.fourth) for d in differences]))
+    )
+    return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, bad, own, fourth)
 
 
 def _error(d: Difference) -> float:
@@ -141,7 +146,7 @@ def limit(budget: float, fla: float | None, numbers: int, effective: float | Non
         return allowed
     luck = math.exp(3 / math.sqrt(max((numbers if effective is None else effective) - 1, 1)))
     if fla > budget:
-        return max(allowed, fla * luck)
+        return max(allowed, fla * min(luck, 2.0))  # here no budget bounds what luck may be
     return max(min(allowed, FLA_FACTOR * luck * fla), FREE_SHARE * budget)
 
 

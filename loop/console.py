@@ -19,11 +19,18 @@ def watched(stream) -> bool:
     return stream.isatty() and not os.environ.get("CI")
 
 
+def width() -> int:
+    """Columns of stdout."""
+    from rich.console import Console
+
+    return Console().width if sys.stdout.isatty() else WIDTH
+
+
 def show(*things) -> None:
     """Tables and text, on stdout."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=width())
     for thing in things:
         console.print(thing, highlight=False)
 
@@ -84,6 +91,9 @@ def guarded(app: Callable) -> None:
     An exit that no command asked for comes from code under test, and is no success whatever its code.
     """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    _outlive_exits()
+    with contextlib.suppress(ValueError):  # of a thread, which may not
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler, or of `timeout`: as Ctrl-C
     try:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as err:
@@ -104,6 +114,18 @@ def guarded(app: Callable) -> None:
         say(f"error: {err}")
         sys.exit(1)
     sys.exit(code or 0)
+
+
+def _outlive_exits() -> None:
+    """Let `os._exit` of this process, which code under test may call at its import or later, be no silent success."""
+    leave, own = os._exit, os.getpid()
+
+    def left(code: int) -> None:
+        if os.getpid() == own:
+            say(f"error: something that was run called os._exit({code!r}), so the command did not come to its end")
+        leave(1 if os.getpid() == own else code)
+
+    os._exit = left
 
 
 def _usage(err) -> str:

@@ -18,17 +18,14 @@ def drift(found: list[rows.Row] | None = None) -> list[dict]:
         for s in entries:
             moved = _moved(family, s, known, here, there)
             report.append({"family": family, "idea": s.idea, "module": s.module, "moved": moved})
-        listed = {f"{s.module}.py" for s in entries} | {"__init__.py"}
-        for path in sorted((package_family(family) / "stages").glob("*.py")):
-            if path.name not in listed:
-                report.append(
-                    {
-                        "family": family,
-                        "idea": "",
-                        "module": path.stem,
-                        "moved": ["is in stages/, but _provenance.py does not list it"],
-                    }
-                )
+        listed, folder = {f"{s.module}.py" for s in entries} | {"__init__.py"}, package_family(family)
+        odd = [p for p in sorted((folder / "stages").glob("*.py")) if p.name not in listed]
+        left = sorted([*folder.glob(".*.py.*"), *(folder / "stages").glob(".*.py.*")])
+        for path, why in (
+            *((p, "is in stages/, but _provenance.py does not list it") for p in odd),
+            *((p, "was left by a promotion that was killed; remove it") for p in left),
+        ):
+            report.append({"family": family, "idea": "", "module": path.name.removesuffix(".py"), "moved": [why]})
     return report
 
 

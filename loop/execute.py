@@ -16,6 +16,7 @@ from loop import registry
 
 LONGEST_SOCKET_PATH = 95  # of the 107 bytes that the system allows, less the number that is appended
 START_TIMEOUT = 120  # seconds for the kernel to answer
+KERNEL_LOG = "kernel.log"  # beside the executed notebook, if there is anything in it
 
 
 def load(path: Path):
@@ -84,10 +85,10 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
     from nbclient.exceptions import CellTimeoutError
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    progress = _Progress(nb, on_cell)
-    papermill.engines.papermill_engines.register("loop", _engine(progress))
+    progress, log = _Progress(nb, on_cell), executed.with_name(KERNEL_LOG)
     try:
-        with tempfile.TemporaryDirectory(prefix="loop-") as sockets:
+        with tempfile.TemporaryDirectory(prefix="loop-") as sockets, log.open("wb") as said:
+            papermill.engines.papermill_engines.register("loop", _engine(progress, said))
             papermill.execute_notebook(
                 nb,
                 str(executed).replace("{", "{{").replace("}", "}}"),
@@ -108,6 +109,9 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
         return "TIMEOUT", f"{progress.where()} ran past {timeout:g} s"
     except RuntimeError as e:  # DeadKernelError, or a kernel that died before it answered
         return "KERNEL_DIED", f"{progress.where()}: {one_line(str(e))}"
+    finally:
+        if not log.stat().st_size:
+            log.unlink()
     return None
 
 
@@ -139,9 +143,17 @@ class _Progress:
         return f"code cell {self.number} ({self.tag})"
 
 
-def _engine(progress: _Progress):
-    """papermill's own engine, telling `progress` about every cell before it starts."""
+def _engine(progress: _Progress, said):
+    """papermill's own engine, telling `progress` about every cell before it starts. What the kernel's process writes to
+    its stderr, above all as it is interrupted, goes to the file `said`."""
+    from jupyter_client.manager import AsyncKernelManager
     from papermill.engines import NBClientEngine
+
+    class Logged(AsyncKernelManager):
+        async def _async_start_kernel(self, **kwargs):
+            await super()._async_start_kernel(**{"stderr": said, **kwargs})
+
+        start_kernel = _async_start_kernel
 
     class Watched(NBClientEngine):
         @classmethod
@@ -153,7 +165,7 @@ def _engine(progress: _Progress):
                 return start(cell, cell_index, **kw)
 
             nb_man.cell_start = cell_start
-            super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+            super().execute_managed_notebook(nb_man, kernel_name, kernel_manager_class=Logged, **kwargs)
 
     return Watched
 

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 
-from loop import execute, registry
+from loop import execute, registry, run
 
 
 def open_lab(idea: str) -> int:
-    """Serve JupyterLab until it is stopped; returns its exit code. ValueError for an unknown idea."""
-    folder = registry.folder(idea)
-    notebook = folder / "bench.ipynb"
+    """Serve JupyterLab until it is stopped; returns its exit code. ValueError for an unknown idea, or one without a
+    notebook."""
+    notebook = run.notebook_of(registry.folder(idea))
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={registry.root()}", str(notebook)]
     if os.geteuid() == 0:  # as in a training image's container, where JupyterLab would refuse to start
         command.append("--allow-root")

@@ -59,10 +59,11 @@ class Measured:
     @contextlib.contextmanager
     def _clock(self, what: str):
         """Count what is done to the seconds that `what` takes of a check."""
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        wait()
         began = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait()
         self.seconds[what] += time.perf_counter() - began
 
     def baseline_outputs(self, values: inputs.Inputs) -> dict:

@@ -105,7 +105,32 @@ def _objection(row: rows.Row, idea: registry.Idea, least: float | None) -> str:
         return f"names commit {str(commit)[:12]}, in which this repository finds no ideas/{idea.name}/kernel.py"
     if hashlib.sha256(blob).hexdigest() != row.code_sha:
         return f"names commit {commit[:12]}, whose kernel.py is another one: the tree was dirty"
+    if row.baseline == "ship":
+        then = {module for module, _ in _overlapping(idea, _shipped_at(idea.family, commit))}
+        since = [module for module, _ in _overlapping(idea, shipped(idea.family)) if module not in then]
+        if since:
+            return f"was measured before {since[0]} shipped, whose place it would take; {_how(idea, 'ship')}"
     return ""
+
+
+def _shipped_at(family: str, commit: str) -> tuple:
+    """The family's SHIPPED list as it was in a commit."""
+    text, space = env.git("show", f"{commit}:package/src/kernel_fun/{family}/_provenance.py"), {}
+    exec(text or "SHIPPED = ()", space)
+    return space["SHIPPED"]
+
+
+def failed(idea: registry.Idea, found: list[rows.Row]) -> list[str]:
+    """Cases at which the newest GPU row of the present source, a check's or a time's, is a failure."""
+    sha, last = registry.source_sha(idea.id), {}
+    for r in found:
+        if r.arm == idea.id and r.code_sha == sha and r.device != "cpu" and r.status != "UNSUPPORTED" and r.case:
+            last[r.case] = r
+    return [
+        f"row {r.row_id} is the newest at {case}, and did not pass: {r.status}: {r.reason}"
+        for case, r in last.items()
+        if r.status != "PASSED"
+    ]
 
 
 def missing(idea: registry.Idea, found: list[rows.Row], as_fast: str = "") -> tuple[list[rows.Row], list[str]]:
@@ -113,17 +138,22 @@ def missing(idea: registry.Idea, found: list[rows.Row], as_fast: str = "") -> tu
     if idea.error:
         return [], [idea.error]
     good, lacks = evidence(idea, found, registry.BASELINE)
-    if _incumbents(idea):
+    if _overlapping(idea, shipped(idea.family)):
         better, why = evidence(idea, found, "ship", AS_FAST if as_fast else None)
         good, lacks = good + better, lacks + why
-    return good, lacks + _unshipped(idea) + _unwritten(idea) + registry.lint(idea.id)
+    return good, lacks + failed(idea, found) + _unshipped(idea) + _unwritten(idea) + registry.lint(idea.id)
 
 
-def _incumbents(idea: registry.Idea) -> list[str]:
-    """Promoted kernels of other ideas that stand for some of this idea's stages: what it would take the place of."""
+def _overlapping(idea: registry.Idea, listed: Iterable) -> list[tuple[str, str]]:
+    """(module, idea) of the promoted kernels of other ideas that stand for some of this idea's stages: what it would
+    take the place of."""
     stages = {name for span in idea.spans for name in contract.parse_span(idea.family, span)}
-    others = [s for s in shipped(idea.family) if s.idea != idea.name]
-    return [s.idea for s in others if any(stages.intersection(contract.parse_span(idea.family, x)) for x in s.spans)]
+    others = [s for s in listed if s.idea != idea.name]
+    return [
+        (s.module, s.idea)
+        for s in others
+        if any(stages.intersection(contract.parse_span(idea.family, x)) for x in s.spans)
+    ]
 
 
 def _unshipped(idea: registry.Idea) -> list[str]:

@@ -78,20 +78,21 @@ def run(
 ) -> RunResult:
     """Execute `ideas/NNN-slug/bench.ipynb`. ValueError: unknown idea, unwritable output."""
     folder = registry.folder(idea)
-    notebook = _notebook(folder)
-    return run_notebook(
+    notebook = notebook_of(folder)
+    return runnotebook_of(
         notebook, idea=folder.name.partition("-")[0], parameters=parameters, out=out, timeout=timeout, on_cell=on_cell
     )
 
 
-def _notebook(folder: Path) -> Path:
+def notebook_of(folder: Path) -> Path:
+    """An idea's notebook. ValueError, with what to do, when there is none."""
     path = folder / "bench.ipynb"
     if not path.exists():
         raise ValueError(f"ideas/{folder.name} has no bench.ipynb; `python -m loop.notebooks` writes it")
     return path
 
 
-def run_notebook(
+def runnotebook_of(
     notebook: Path,
     *,
     idea: str,
@@ -139,8 +140,13 @@ def command(idea: str, assignments: Sequence[str] = (), out: Path | None = None,
 
     ValueError in one line for an unknown idea, a malformed parameter or an output folder that cannot be written.
     """
-    nb = execute.load(_notebook(registry.folder(idea)))
-    result = run(idea, parameters=execute.typed(nb, assignments), out=out, timeout=timeout, on_cell=say_cell)
+    nb = execute.load(notebook_of(registry.folder(idea)))
+    given = execute.typed(nb, assignments)
+    try:
+        result = run(idea, parameters=given, out=out, timeout=timeout, on_cell=say_cell)
+    except KeyboardInterrupt:
+        print("interrupted; the rows written so far are complete", file=sys.stderr, flush=True)
+        raise
     print(f"{result.idea}: {result.status}  {result.verdict or result.message}  ({result.seconds:.0f} s)")
     for row in result.mine:
         if row.perf:

@@ -4,6 +4,8 @@ keys.
 
 import json
 
+import pytest
+
 from loop import board, registry, rows, sources
 from loop.tests.test_rows import make_row, perf
 
@@ -105,6 +107,34 @@ def test_a_row_says_which_tree_it_is_of_and_who_says_so(add_idea, capsys):
 def test_checks_and_runs_are_not_on_the_board(ladder_root):
     check = sealed(kind="check", mode=None, baseline=None, perf=None)
     assert board.newest([check]) == []
+
+
+def test_a_failed_check_of_the_same_source_hides_its_times(add_idea, capsys):
+    from rich.console import Console
+
+    add_idea()
+    times = [sealed(), sealed(mode="bwd"), sealed(case="small")]
+    facts = {"kind": "check", "mode": None, "baseline": None, "perf": None}
+    wrong = sealed(**facts, status="WRONG_VALUE", reason="dg is off")
+    assert [e["case"] for e in board.entries([*times, wrong])] == ["small"]
+    assert board.failures([*times, wrong]) == [wrong]
+    Console(width=220).print(*board.tables([*times, wrong]))
+    assert capsys.readouterr().out.count("dg is off") == 1
+    for cleared in (sealed(**facts), times[0]):
+        assert len(board.entries([*times, wrong, cleared])) == 3
+    for other in ({"code_sha": "cd" * 32}, {"case": "gva"}, {"arm": "ship"}, {"device": "cpu"}):
+        assert len(board.entries([*times, sealed(**facts | other, status="WRONG_VALUE", reason="x")])) == 3
+
+
+@pytest.mark.parametrize("width", [80, 100, 149])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_numbers(add_idea, capsys, width):
+    from rich.console import Console
+
+    add_idea()
+    Console(width=width).print(*board.tables([sealed(case="prod8192_gate_b8", arm="kernel_fun-0.2.0")], width=width))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert {"prod8192_gate_b8", "FASTER"} <= set(out.split())
 
 
 def test_a_thousand_places_are_listed_quickly(add_idea):

@@ -121,6 +121,25 @@ def test_stages_on_a_cpu_say_where_they_are(tmp_path):
     assert done.stdout == f"{tmp_path}/stages-kda-tiny_safe.json\n"
 
 
+def guarded(what: str) -> subprocess.CompletedProcess:
+    """A command line that does `what`, in a process of its own."""
+    code = f"import os; from loop import console; console.guarded(lambda standalone_mode: {what})"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=registry.root(), capture_output=True, text=True, check=False)
+
+
+def test_code_that_ends_the_process_is_no_success():
+    """Whatever exit code it chooses: sys.exit is met above, os._exit skips every handler."""
+    done = guarded("os._exit(0)")
+    assert done.returncode == 1
+    assert done.stderr == "error: something that was run called os._exit(0), so the command did not come to its end\n"
+
+
+def test_a_scheduler_that_ends_a_command_is_an_interrupt():
+    done = guarded("os.kill(os.getpid(), 15)")
+    assert "KeyboardInterrupt" in done.stderr, "which commands catch to say what is left"
+
+
 def test_no_gpu_for_a_gpu_case(ladder, add_idea):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -100,6 +100,20 @@ def test_few_numbers_scatter():
     assert limit(0.02, 0.002, 10) == pytest.approx(1.25 * math.e * 0.002)
 
 
+@pytest.mark.parametrize("size", [1e-160, 1e-100, 1e-82, 1e-30, 1.0, 1e90, 1e150])
+def test_pooling_takes_references_of_any_size(size):
+    reference = torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() * size
+    found = compare.pool([difference(reference * 1.001, reference), difference(reference, reference)])
+    assert found.effective == pytest.approx(2000, rel=0.2)
+    assert compare.pool([difference(reference * 0, reference * 0)] * 2).effective == 2000
+
+
+def test_luck_is_bounded_where_fla_misses_the_budget():
+    """Nothing else would bound it."""
+    assert limit(0.02, 0.03, MANY, MANY) == pytest.approx(0.03, rel=1e-2)
+    assert limit(0.02, 0.03, MANY, 3) == 0.06
+
+
 def test_a_few_entries_that_weigh_scatter_as_few_do():
     """With gates that leave a gradient next to nothing but at a row's end, two right kernels' errors are far apart."""
     reference = torch.full((100_000,), 1e-9, dtype=torch.float64)
@@ -112,6 +126,8 @@ def test_a_few_entries_that_weigh_scatter_as_few_do():
     assert compare.pool([one, one]).effective == pytest.approx(2 * one.effective)
     small = difference(reference * 1e-3, reference * 1e-3)
     assert compare.pool([one, small]).effective == pytest.approx(one.effective, rel=1e-3), "small: no weight"
+    with_terms = [difference(reference * 1.001, reference, torch.full((2,), x)) for x in (100.0, 0.1)]
+    assert compare.pool(with_terms).effective == pytest.approx(2 * one.effective), "of the reference, not of its terms"
     broken = reference.clone()
     broken[5] = 1.0  # an error at one place is the arm's, not the case's
     assert difference(broken, reference).effective == one.effective

@@ -108,6 +108,17 @@ def test_what_takes_a_promoted_kernels_place_must_beat_the_package(good, second)
         promote.promote("006", [good(**second())])
 
 
+def test_rows_against_a_package_that_is_no_more_promote_nothing(good, second):
+    """They say nothing of the kernel whose place it would take now."""
+    mine = [good(), good(baseline="ship")]
+    promote.promote("005", mine)
+    about = second()
+    promote.promote("006", [good(**about), good(baseline="ship", **about)])
+    message = refusal(mine)
+    assert "was measured before k006_again shipped, whose place it would take; run: python -m loop bench" in message
+    assert [s.idea for s in sources.shipped("kda")] == ["006-again", "005-sum-heads"]
+
+
 @pytest.mark.parametrize(("ci_low", "enough"), [(0.995, True), (0.985, False)])
 def test_as_fast_as_the_package_is_enough_with_a_reason(good, second, ci_low, enough):
     promote.promote("005", [good()])
@@ -204,6 +215,16 @@ def test_refuses_a_clean_claim_about_another_file(idea, good):
 def test_a_newer_failure_at_the_same_hash_counts(good):
     old, bad = good(), good(utc="2026-01-02T00:00:00Z", status="NON_FINITE", reason="o", perf=None)
     assert "did not pass: NON_FINITE" in refusal([old, bad])
+
+
+@pytest.mark.parametrize("kind", ["check", "bench"])
+def test_a_failure_at_another_case_counts_until_it_passes_there(good, kind):
+    what = {"kind": kind, "mode": None, "baseline": None} if kind == "check" else {}
+    bad = good(case="gva", status="WRONG_VALUE", reason="dg is off", perf=None, **what)
+    assert f"row {bad.row_id} is the newest at gva, and did not pass: WRONG_VALUE: dg is off" in refusal([good(), bad])
+    of_before = good(case="gva", status="WRONG_VALUE", reason="dg is off", perf=None, code_sha="ab" * 32, **what)
+    passed = good(case="gva", kind="check", mode=None, baseline=None, perf=None)
+    assert promote.promote("005", [good(), of_before, bad, passed])["rows"]
 
 
 def test_one_good_case_is_enough_and_only_good_rows_are_cited(good):
@@ -336,3 +357,13 @@ def test_the_hash_of_what_ships_covers_which_kernel_is_preferred_to_which(ladder
     listed = digest(one, other)
     assert digest({**one, "evidence": ("what it was promoted on",)}, other) == listed, "evidence runs nothing"
     assert len({listed, digest(other, one), digest(one), digest(one, {**other, "beside": ("k001_one",)})}) == 4
+
+
+def test_drift_names_what_a_killed_promotion_left(idea, good):
+    promote.promote("005", [good()])
+    folder = sources.package_family("kda")
+    for path in (folder / "stages" / ".k005_sum_heads.py.ab12", folder / "._provenance.py.cd34"):
+        path.write_text("half")
+        left = [item for item in drift.drift([good()]) if "killed" in str(item["moved"])]
+        assert [item["module"] for item in left] == [path.name]
+        path.unlink()

@@ -196,3 +196,12 @@ def test_a_thousand_rows_load_quickly(tmp_path):
     start = time.perf_counter()
     assert len(rows.read(tmp_path)) == 1000
     assert time.perf_counter() - start < 2.0
+
+
+def test_fla_beside_what_declined_is_no_success():
+    fla, declined = make_row(arm="000"), make_row(arm="021", status="UNSUPPORTED", reason="needs K=128", perf=None)
+    assert not rows.all_passed([fla, declined], ["000", "021"])
+    assert not rows.all_passed([fla, declined], ["021"])
+    assert rows.all_passed([fla], ["000"])
+    assert rows.all_passed([fla, make_row(arm="021")], ["000", "021"])
+    assert not rows.all_passed([make_row(arm="021"), make_row(arm="022", status="ERROR", reason="x", perf=None)])
