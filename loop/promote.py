@@ -1,10 +1,10 @@
 """Promotion copies an idea's kernel.py into the package, byte for byte, with its evidence. See `loop.drift` too.
 
-An idea ships when, at its present hash, its newest GPU rows say PASSED and FASTER than 000 (and than the package, where
-a promoted kernel stands for some of its stages already), were measured on a clean tree whose commit holds this very
-file, and IDEA.md and a profile's reading explain why. `missing` lists what is not so. Than the package it may also be
-only as fast, where somebody says what it is better for; that is then part of its evidence. `_provenance.py` is
-generated here and nowhere else.
+An idea ships when, at its present hash, its newest GPU rows say PASSED and FASTER than 000 (and than the package as it
+is, where a promoted kernel stands for some of its stages already) and come from a clean tree whose commit holds this
+very file, no case has a newer failure, and IDEA.md and a profile's reading explain why. `missing` lists what is not
+so. Than the package it may also be only as fast, where somebody says what it is better for; that is then part of its
+evidence. `_provenance.py` is generated here and nowhere else.
 """
 
 import hashlib
