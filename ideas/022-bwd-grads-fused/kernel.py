@@ -1,0 +1,716 @@
+"""All gradients of a chunk in one kernel: what 021's value side hands to its key side stays in the multiprocessor.
+
+Parent: 021.
+Delta: one kernel of 8 warps a chunk and head. A warp has 16 key columns of all 64 rows from the first product to the
+    last: its accumulators of x^T = h do^T and the like lie where 021's key side wants them. h and dh go from memory to
+    registers, a row once; do, v_new and y = Akk^T dv to all warps through shared memory. In a first pass over V are
+    formed dk through kg, D and E, in a second the states' parts of dq and dk; then follows 021's key side. q and k come
+    a block of 16 rows at a time, into what the blocks before have left, and stay for the norm.
+Why it should be faster: 4480 bytes a token and value head at V = 128 where 021's two kernels move 7042.
+Constraints: sm_90, K = 128, V a multiple of 128 up to 512, bf16. Any gate (exponents are <= 0, or within 112 of 0), any
+    T, packed sequences, GVA; token and state rows below 2^31.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import torch
+import triton
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from kernel_fun._common import cutecall, ptx
+from kernel_fun._common.launch import launch
+from kernel_fun.kda.stages.k011_bwd_grads_ring import ZERO_PROGRAMS, zero_tail_kernel
+from kernel_fun.kda.stages.k015_bwd_keys import (
+    L2,
+    LN_2,
+    LOG2_E,
+    PITCH,
+    SMEM,
+    THREADS,
+    WARP,
+    K,
+    _below,
+    _gate_bwd,
+    _Names,
+    _packed,
+    _quads,
+    _times,
+)
+from kernel_fun.kda.stages.k015_bwd_keys import supports as parents_supports
+from kernel_fun.kda.stages.k019_bwd_keys_exact import GROUP_ROWS, group_kernel
+from kernel_fun.kda.stages.k019_bwd_keys_exact import _Config as ParentsConfig
+from kernel_fun.kda.stages.k021_bwd_keys_turned import (
+    BIAS,
+    E_AT,
+    GK,
+    STRETCH,
+    SUMS_COLUMNS,
+    SUMS_ROWS,
+    XD,
+    XG,
+    XS,
+    _as_source,
+    _as_target,
+    _columns,
+    _copy_gate,
+    _from_middle,
+    _gates,
+    _halved,
+    _inside,
+    _of_row,
+    _raw_gate,
+    _row_values,
+    _rows,
+    _split,
+    of_lane,
+    put_turned,
+    sum_later_lanes,
+    sums_kernel,
+)
+from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
+
+FAMILY = "kda"
+# Shared memory, 115,328 bytes: 021's, with other tenants. WARP bytes for each of 8 warps, of which
+#       0..4095   8 rows of do, and from DV on of dv and then y; after the second pass xq and xu, 512 bytes for 8 rows;
+#                 a block's, once it has read them, take q and k of the block before it
+#   GK  ..8287    gk of the warp's columns; then dq and dk of these
+#   XD  ..10335   8 rows of v_new; after the first pass dk through kg of the warp's columns; then dg of these
+#   XS  ..11359   8 rows of Akk; after the last y q and k of the last block
+#   XG  ..11871   the raw gate of a block; at the end dbeta
+# and behind them, from `matrices` on, D and E with what rounding them leaves (before: k's 64 rows, 2 KB a warp, and
+# from YV on y v), then beta, D's diagonal and norms. A tile's rows of 128 columns of V are 256 bytes; its 16-byte
+# pieces lie in an order that depends on the row: neither one piece of 8 rows nor 4 of two rows meet a bank twice.
+DV, YV = 2048, 16384
+POINTERS = (
+    "q", "k", "gk", "v", "vn", "do", "dv", "A", "h", "dh", "graw", "bias", "v_out", "dq", "dk", "dg", "dA", "dbias",
+)
+_ptx = cute.arch.inline_ptx
+
+
+# ===================================================================================================== PTX, as in `ptx`
+def put_rows(addr, x):
+    """Two or four 8x8 bf16 matrices to shared memory: the opposite of `ptx.ldmatrix_n`."""
+    n = len(x)
+    regs = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
+    _ptx(f"stmatrix.sync.aligned.m8n8.x{n}.shared.b16 [{{$r0}}], {{{regs}}};", read_only_args=[addr, *x])
+
+
+# ============================================================================================================== copies
+def _order(row):
+    """What the pieces' numbers of a tile's row are xored with: the row's three bits, turned around."""
+    return row % 2 * 4 + row // 2 % 2 * 2 + row // 4 % 2
+
+
+def _copy_tile(cfg, io, at, tid, n_t, place, base, piece):
+    """Begin the copy of 64 rows of 128 columns; a warp two whole rows at a time."""
+    row, part = tid // 16, tid % 16
+    to = at.smem + tid // 128 * WARP + row % 8 * 256 + (part ^ _order(row)) * 16 + place
+    source = base + (at.head + Int64(row) * cfg.HV) * (cfg.V * 2) + part * 16
+    for m in range(4):
+        off = 16 * m * cfg.HV * cfg.V * 2 + piece * 256
+        ptx.copy_row(to + 2 * m * WARP, source, off, 16, n_t - row, 16 * m, L2)
+
+
+def _copy_system(cfg, io, at, tid, n_t):
+    """Of Akk, [64,64], 8 columns a thread; zeros above the diagonal."""
+    row, part = tid // 8, tid % 8
+    to = at.smem + tid // 64 * WARP + XS + row % 8 * 128 + (part ^ row % 8) * 16
+    source = io.A + (at.head + Int64(row) * cfg.HV) * 128 + part * 16
+    for m in range(2):
+        above = Int32(part > tid // 64 + 4 * m)
+        ptx.copy_row(to + 4 * m * WARP, source, 32 * m * cfg.HV * 128, 16, (n_t - row) * (1 - above), 32 * m)
+
+
+def _copy_keys(cfg, io, at, tid, warp, lane, n_t):
+    """gk, dt_bias, and all of k: what must be there when the first pass ends."""
+    gates = io.gk + at.head * (K * 4) + lane * 16
+    for m in range(8):  # rows that do not exist are the last one
+        row = Int64(warp + ptx.at_most(n_t - 1 - warp, 8 * m))
+        place = at.smem + lane // 4 * WARP + GK + warp // 2 * STRETCH + warp % 2 * 64 + lane % 4 * 16
+        ptx.copy(place + m * 128, gates + row * (at.sG * 4), 16, L2)
+    low, part = warp % 4 * 4 + lane // 2 % 4, warp // 4 * 8 + lane // 8 * 2 + lane % 2
+    to = at.matrices + part // 2 * 2048 + low // 8 * 256 + low % 8 * 32 + (part % 2 ^ low % 8 // 4) * 16
+    source = io.k + (at.qhead + Int64(low) * cfg.H) * (K * 2) + part * 16
+    for m in range(4):
+        ptx.copy_row(to + m * 512, source, 16 * m * cfg.H * K * 2, 16, n_t - low, 16 * m, L2)
+    if cfg.has_bias:
+        piece = lane % 4
+        ptx.copy(at.own + BIAS + piece // 2 * STRETCH + piece % 2 * 16, io.bias + piece * 16, 16)
+
+
+def _inputs_at(b):
+    """Where q and k of a block are, 8 rows of both and then 8 further."""
+    return XS if b == 3 else (b + 1) * 1024
+
+
+def _copy_inputs(cfg, io, at, b):
+    for x, base in enumerate((io.q, io.k)):
+        to = at.piece + _inputs_at(b) + at.upper * 256 + x * 256
+        ptx.copy_row(to, base + at.qg * 2, 16 * b * cfg.H * K * 2, 16, at.left, 16 * b, L2)
+    ptx.commit()
+
+
+# ======================================================================================== y = Akk^T dv, 16 columns of V
+def _solved(at, pairs):
+    """y of the warp's columns, of `pairs` of 32 rows each: [16 rows][8 columns] C fragments."""
+    y = {r: [ptx.zeros(4), ptx.zeros(4)] for p in pairs for r in (2 * p, 2 * p + 1)}
+    for t in range(2 * pairs[0], 4):
+        b = ptx.ldmatrix_n(at.tile + DV + 2 * t * WARP, 4, True)
+        for r in filter(lambda r: r <= t, y):
+            a = ptx.ldmatrix_n(at.system[r] + 2 * t * WARP, 4, True)
+            y[r] = [ptx.mma16(y[r][n], a, b[2 * n : 2 * n + 2]) for n in range(2)]
+    return y
+
+
+def _place_y(at, y):
+    """y over dv: nobody else reads the warp's columns."""
+    ptx.sync_warp()
+    for r, x in y.items():
+        put_rows(at.tile + DV + 2 * r * WARP, _fragment(x))
+
+
+def _fragment(x):
+    """Two C fragments beside each other as four matrices."""
+    lo, hi = _packed(x[0]), _packed(x[1])
+    return [lo[0], lo[1], hi[0], hi[1]]
+
+
+def _values(cfg, io, at, piece, pairs):
+    """v, 16 bytes a lane of each 16 rows."""
+    load = functools.partial(ptx.load_row, "b32", 4, Uint32, io.v + at.value)
+    return {m: load(16 * m * at.sV + piece * 256, at.left, 16 * m) for p in pairs for m in (2 * p, 2 * p + 1)}
+
+
+def _solve(cfg, io, at, lane, piece, pairs, v):
+    """y of some rows, in dv's place; dv of the call's; a warp's share of y v. Each passes through dv's place, between
+    16 bytes a lane of a row and fragments."""
+    y, q = _solved(at, pairs), lane % 4
+    ptx.sync_warp()
+    for m, x in v.items():
+        ptx.sts_frag(at.sixteen + DV + 2 * m * WARP, x)
+    ptx.sync_warp()
+    for p in pairs:
+        sums = []
+        for r in (2 * p, 2 * p + 1):
+            x = [_quads(x) for x in _by_columns(ptx.ldmatrix_n(at.tile + DV + 2 * r * WARP, 4, False))]
+            x = [_times(a, b) for a, b in zip(y[r], x, strict=True)]
+            sums.append(_halved(q % 2, *[x[0][i] + x[0][i + 1] + x[1][i] + x[1][i + 1] for i in (0, 2)], 1))
+        part = _halved(q // 2, *sums, 2)
+        if piece:
+            part = part + ptx.lds1(at.yv + p * 128)
+        ptx.sts1(at.yv + p * 128, part)
+    ptx.sync_warp()
+    for r, x in y.items():
+        beta = [ptx.lds1(at.betas + r * 256 + i * 128) for i in range(2)]
+        put_rows(at.tile + DV + 2 * r * WARP, _fragment([_times(z, [beta[0]] * 2 + [beta[1]] * 2) for z in x]))
+    ptx.sync_warp()
+    for m in v:
+        out = ptx.lds_frag(at.sixteen + DV + 2 * m * WARP)
+        ptx.store_row("b32", io.v_out + at.value, 16 * m * at.sV + piece * 256, at.left, 16 * m, *out)
+    _place_y(at, y)
+
+
+def _by_columns(x):
+    return [x[:2], x[2:]]
+
+
+# ============================================================================================== products along V, twice
+# A product of two rows does not mind in which order it takes their columns. Of each 32 a lane has 8 beside each other,
+# 16 bytes, of one row of h or dh as of one of do, y or v_new: operands of two products of 16.
+def _state(cfg, base, piece, u):
+    """32 columns of two of the warp's 16 rows of h or dh, in four registers each: also B fragments of two products."""
+    return [ptx.load_row("b32", 4, Uint32, base, piece * 256 + u * 64 + i * 16 * cfg.V, Int32(1), 0) for i in range(2)]
+
+
+def _in_turn(at, x, y):
+    """Two rows' as A fragments of two products, whose registers lie otherwise. The compiler would copy them for each
+    product anew; that `nothing` is 0 it does not know."""
+    x, y = ([a | at.nothing for a in b] for b in (x, y))
+    return [[x[s], y[s], x[s + 1], y[s + 1]] for s in (0, 2)]
+
+
+def _first_pass(cfg, io, at, piece, sums):
+    """dh v_new^T, [do; y] v_new^T, of these 8 rows a warp each, and h dh^T, of which the diagonals count."""
+    for u in range(4):
+        off = u // 2 * 128
+        h, dh = _state(cfg, io.h, piece, u), _in_turn(at, *_state(cfg, io.dh, piece, u))
+        rows = _in_turn(at, *[ptx.lds_frag(at.mine[u % 2] + x + off) for x in (0, DV)])
+        for s in range(2):
+            for i in range(2):
+                sums.hh[i] = ptx.mma16(sums.hh[i], dh[s], h[i][2 * s : 2 * s + 2])
+        for j in range(8):
+            vn = ptx.lds_frag(at.half[u % 2] + XD + j * WARP + off)
+            for s in range(2):
+                sums.xd[j] = ptx.mma16(sums.xd[j], dh[s], vn[2 * s : 2 * s + 2])
+                sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
+
+
+def _second_pass(cfg, io, at, piece, xq, xu):
+    """h do^T and h y^T."""
+    for u in range(4):
+        h = _in_turn(at, *_state(cfg, io.h, piece, u))
+        for j in range(8):
+            do, y = (ptx.lds_frag(at.half[u % 2] + x + j * WARP + u // 2 * 128) for x in (0, DV))
+            for s in range(2):
+                xq[j] = ptx.mma16(xq[j], h[s], do[2 * s : 2 * s + 2])
+                xu[j] = ptx.mma16(xu[j], h[s], y[2 * s : 2 * s + 2])
+
+
+def _pairs(de, warp, lane, scale):
+    """D and E of the warp's 8 rows from [do; y] v_new^T, [2][8] packed; what rounding leaves of the 8 x 8 blocks on the
+    diagonal; and D's diagonal, in lanes whose columns it is in."""
+    r, q, factors = lane // 4, lane % 4, [scale, scale, Float32(-1.0), Float32(-1.0)]
+    here = de[0]
+    for j in range(1, 8):
+        here = [ptx.pick(Int32(warp == j), x, y) for x, y in zip(de[j], here, strict=True)]
+    here = _times(here, factors)
+    diag = ptx.pick(r % 2, here[1], here[0])
+    here = _below_diagonal(here, r - 2 * q)
+    rest = _packed([x - y for x, y in zip(here, _quads(_packed(here)), strict=True)])
+    D, E = zip(*[_packed(_below_diagonal(_times(x, factors), 8 * warp + r - 2 * q - 8 * j)) for j, x in enumerate(de)],
+               strict=True)
+    return (D, E), rest, diag
+
+
+def _below_diagonal(x, left):
+    """Of a row's values in two columns of D and of E those that are in the first `left` columns from there on."""
+    return [ptx.pick(Int32(left > n % 2), y, Float32(0.0)) for n, y in enumerate(x)]
+
+
+def _place_pairs(at, warp, lane, pairs, rest, diag):
+    """What is above the diagonal nobody reads: there, to the right of the 8 x 8 block, goes what that leaves."""
+    r, row = lane // 4, warp * 8 + lane % 8
+    to = at.matrices + row * PITCH
+    for x in range(2):
+        for n in (0, 4):
+            put_rows(to + lane // 8 * 16 + x * E_AT + n * 16, pairs[x][n : n + 4])
+    ptx.sync_warp()
+    put_rows(to + lane // 8 % 2 * E_AT + (warp + 1) * 16, rest)
+    mine, row = Int32(lane % 4 == r // 2), warp * 8 + r  # lanes that have none write where nobody reads
+    ptx.sts1(at.matrices + mine * (2 * E_AT + row // 2 * 32 + row % 2 * 4 + 8) + (1 - mine) * 128, diag)
+
+
+def _sources(cfg, at, lane, xd, hh):
+    """dk through kg, to its place. Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk))
+    as A fragments. Returns also the decays over the second and the third block, and what all rows' dg share."""
+    ends, last, r = [_of_row(at, 2 * a + 1, 7) for a in range(3)], _of_row(at, 7, 7), lane // 4
+    mine = Int32(lane % 4 == r // 2)
+    tail = [ptx.pick(mine, ptx.pick(r % 2, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
+    total, sources = [x * ptx.ex2(y) for x, y in zip(tail, last, strict=True)], []
+    for b in range(4):
+        ks, packed, parts = ptx.ldmatrix_n(at.all_k + b * 512, 4, True), [], []
+        for i in range(2):
+            j = 2 * b + i
+            k, g = _quads(ks[2 * i : 2 * i + 2]), _gates(at, j)
+            parts += _packed(_times(xd[j], _below(_columns(last), g)))
+            if cfg.scaled:
+                k = _times(k, _rows(ptx.lds2f(at.rows + j * 128 + 24)))
+            for n, y in enumerate(_quads(parts[2 * i :])):
+                total[n // 2] = total[n // 2] + k[n] * y
+            if b < 3:
+                packed += _packed(_times(k, _below(_columns(ends[b]), g)))
+        put_turned(at.turned + XD + b * 512, parts)
+        if b < 3:
+            sources.append(packed)
+    return sources, [_below(ends[m], ends[m - 1]) for m in (1, 2)], [ptx.sum_lanes(x, 1, 2) for x in total]
+
+
+def _place_states(at, xq, xu, scale):
+    """The states' parts of dq and of dk that beta multiplies; a thread reads what it wrote."""
+    for j in range(8):
+        up = [ptx.ex2(x) for x in _gates(at, j)]
+        x = [y * (f * scale) for y, f in zip(xq[j], up, strict=True)]
+        z = [y * (0.0 - f) for y, f in zip(xu[j], up, strict=True)]
+        ptx.sts_frag(at.slot + j * 512, [*_packed(x), *_packed(z)])
+
+
+def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
+    """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
+    `_sources`' and, of row tid % 64, y v."""
+    pieces = range(cfg.V // 128)
+    copy = functools.partial(_copy_tile, cfg, io, at, tid, n_t)
+
+    def inputs():  # Akk is no longer needed
+        _copy_inputs(cfg, io, at, 3)
+        _copy_gate(cfg, io, at, 3)
+
+    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, hh=[ptx.zeros(4)] * 2)
+    for piece in pieces:
+        steps = ((0,), (1,)) if piece else ((0, 1),)  # sums of the pieces before take registers
+        if piece:
+            ptx.sync_cta()
+        else:
+            _copy_system(cfg, io, at, tid, n_t)
+        copy(DV, io.dv, piece)
+        ptx.commit()
+        copy(0, io.do, piece)
+        copy(XD, io.vn, piece)
+        ptx.commit()
+        if not piece:
+            _copy_keys(cfg, io, at, tid, warp, lane, n_t)
+            ptx.commit()
+        v = [_values(cfg, io, at, piece, pairs) for pairs in steps]
+        ptx.wait_group(1 if piece else 2)
+        ptx.sync_cta()
+        for pairs, x in zip(steps, v, strict=True):
+            _solve(cfg, io, at, lane, piece, pairs, x)
+        ptx.wait_group(0 if piece else 1)
+        ptx.sync_cta()
+        if len(pieces) == 1:
+            inputs()
+        _first_pass(cfg, io, at, piece, sums)
+    ptx.wait_group(2 if len(pieces) == 1 else 0)
+    ptx.sync_cta()
+    yv = Float32(0.0)
+    for w in range(8):
+        yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
+    pairs = _pairs(sums.de, warp, lane, scale)
+    found = _sources(cfg, at, lane, sums.xd, sums.hh)
+    ptx.sync_cta()
+    _place_pairs(at, warp, lane, *pairs)
+
+    xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
+    for piece in reversed(pieces):
+        if piece + 1 < len(pieces):
+            ptx.sync_cta()
+            copy(DV, io.dv, piece)
+            ptx.commit()
+            copy(0, io.do, piece)
+            ptx.commit()
+            ptx.wait_group(1)
+            ptx.sync_cta()
+            for pairs in ((0,), (1,)):
+                _place_y(at, _solved(at, pairs))
+            ptx.wait_group(0)
+            ptx.sync_cta()
+            if not piece:
+                inputs()
+        _second_pass(cfg, io, at, piece, xq, xu)
+    ptx.wait_group(1)
+    ptx.sync_cta()
+    _place_states(at, xq, xu, scale)
+    return (*found, yv)
+
+
+# ================================================================================================== key side, as in 021
+def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
+    """Everything of the warp's columns but dbeta; returns their share of dA_log."""
+    targets, db_rows, dA, dbias, end = [None] * 4, [None] * 4, Float32(0.0), ptx.zeros(2), None
+    unit = LOG2_E if cfg.gate == "softplus" else 1.0
+    for b in (3, 2, 1, 0):
+        if b < 3:
+            ptx.wait_group(1)
+            ptx.sync_warp()
+        before = _of_row(at, 2 * b - 1, 7) if b else None
+        bias = ptx.zeros(2)
+        if cfg.has_bias:
+            bias = [unit * ptx.lds1(at.column + BIAS + j * STRETCH) for j in range(2)]
+        db, ours, low = [None, None], [None, None], _Names()
+
+        # ---- the lower rows as sources, for the upper ones; all else of them is read again: registers are short
+        k = _quads(ptx.ldmatrix_n(at.turned + _inputs_at(b) + 256, 2, True))
+        if cfg.scaled:
+            k = _times(k, _rows(ptx.lds2f(at.rows + 2 * b * 128 + 24)))
+        low.fm = _from_middle(at, 2 * b, _gates(at, 2 * b))
+        low.source, low.last = _split(k, low.fm), [ptx.rcp(of_lane(low.fm[n], 3)) for n in (1, 3)]
+
+        for i in (1, 0):
+            j, row = 2 * b + i, 16 * b + 8 * i
+            g, x = _gates(at, j), ptx.ldmatrix_n(at.turned + _inputs_at(b) + i * 512, 4, True)
+            q, k, (*beta, d0, d1) = _quads(x[:2]), _quads(x[2:]), ptx.lds4(at.rows + j * 128)
+            if cfg.scaled:
+                *q_rstd, k0, k1 = ptx.lds4(at.rows + j * 128 + 16)
+                q, k = _times(q, _rows(q_rstd)), _times(k, _rows([k0, k1]))
+            kb, x = _times(k, _rows(beta)), ptx.lds_frag(at.slot + j * 512)
+            sums = _Names(dq=_quads(x[:2]), zk=_quads(x[2:]))  # begin with the states' parts
+            if b and not i:
+                ptx.sync_warp()
+                _copy_inputs(cfg, io, at, b - 1)
+            _inside(at, b, i, q, k, kb, g, low, sums)
+            if b < 3:
+                _as_source(at, b, i, g, end, decays, sources[b][2 * i : 2 * i + 2], targets, sums)
+            if b:
+                ours[i] = _as_target(at, b, i, q, kb, g, before, decays, sources, sums)
+
+            # ---- add the pairs of a row with itself; dq and dk wait in gk's place
+            dq = [x + d * y for x, d, y in zip(sums.dq, _rows([d0, d1]), k, strict=True)]
+            dk = [z * m + u for z, m, u in zip(sums.zk, _rows(beta), sums.uk, strict=True)]
+            dk = [x + d * y for x, d, y in zip(dk, _rows([d0, d1]), q, strict=True)]
+            db[i] = [k[n] * sums.zk[n] + k[n + 2] * sums.zk[n + 2] for n in range(2)]
+            ptx.sync_warp()  # everybody has read gk of these rows
+            put_turned(at.waiting + j * 128, [*_packed(dq), *_packed(dk)])
+
+            # ---- dg: summed over this and all later rows; through the gate; out
+            dg = sums.dg
+            for n in range(2):
+                later = sum_later_lanes(dg[2 * n] + dg[2 * n + 1]) + shared[n]
+                dg[2 * n + 1] = later + dg[2 * n + 1]
+                dg[2 * n] = dg[2 * n + 1] + dg[2 * n]
+                if j:
+                    shared[n] = of_lane(dg[2 * n], 0)
+            if cfg.gate != "log":
+                if i:
+                    ptx.wait_group(0)
+                    ptx.sync_warp()
+                graw = _raw_gate(cfg, io, at, b, i)
+                for n in range(2):
+                    x = [unit * v + w for v, w in zip(graw[n::2], bias, strict=True)]
+                    alive = ptx.pick(Int32(at.later > row + n), rate, Float32(0.0))
+                    dg[n::2], da = _gate_bwd(cfg, x, dg[n::2], alive, lower_bound)
+                    dA = dA + da
+                dbias = [x + dg[2 * n] + dg[2 * n + 1] for n, x in enumerate(dbias)]
+            if cfg.g_bytes == 2:
+                put_turned(at.turned + XD + j * 256, _packed(dg))
+            else:
+                for n in range(4):
+                    off = (row + n % 2) * at.sG * 4 + n // 2 * 32
+                    ptx.store_row("f32", io.dg + at.g32, off, at.later, row + n % 2, dg[n])
+        if b:
+            targets[b] = [[*ours[0][x], *ours[1][x]] for x in range(2)]
+        end = before
+        ptx.sync_warp()
+        if b:
+            _copy_gate(cfg, io, at, b - 1)
+        if cfg.g_bytes == 2:
+            x = ptx.lds_frag(at.piece + XD + b * 512)
+            ptx.store_row("b32", io.dg + at.g * 2, 16 * b * at.sG * 2, at.left, 16 * b, *x)
+        m = [_halved(lane // 16, x, y, 16) for x, y in zip(*db, strict=True)]
+        db_rows[b] = _halved(lane // 8 % 2, *m, 8)
+    if cfg.has_bias:
+        for n in range(2):
+            ptx.store_row("f32", io.dbias, n * 32, 1 - lane % 4, 0, ptx.sum_lanes(dbias[n], 1, 2))
+    for m in range(2):
+        ptx.sts1(at.db + m * 128, _halved(lane // 4 % 2, *db_rows[2 * m : 2 * m + 2], 4))
+    return ptx.sum_lanes(dA * (LN_2 if cfg.gate == "softplus" else 1.0), 1, 2, 4, 8, 16)
+
+
+def _close(cfg, io, at, warp, lane, n_t):
+    """dq and dk of the warp's columns, from shared memory, through the norm: rstd (dy - y <y, dy>). A thread has four
+    consecutive columns of row lane / 4 of each 8."""
+    r, lc = lane // 4, lane % 4
+    piece = (lc // 2 ^ r // 4) * 16 + lc % 2 * 8
+    given, kept = at.own + r * 32 + piece, at.own + GK + r // 2 * STRETCH + r % 2 * 64 + piece
+    out, left = (at.head + r * cfg.HV) * K + warp * 16 + lc * 4, n_t - r
+    ptx.sync_warp()
+    ds = [[ptx.lds2(kept + j * 128 + x * 32) for x in range(2)] for j in range(8)]
+    if cfg.l2norm:  # row dots are the diagonals of products; lanes that have none write where nobody reads
+        places = [_inputs_at(j // 2) + j % 2 * 512 for j in range(8)]
+        xs = [[ptx.lds2(given + place + x * 256) for x in range(2)] for place in places]
+        mine = Int32(lc == r // 2)
+        dots = at.own + mine * (r * 8) + (1 - mine) * (XD + lane * 8)
+        for j in range(8):
+            a = [xs[j][0][0], xs[j][1][0], xs[j][0][1], xs[j][1][1]]
+            x, y = (ptx.mma16(ptx.zeros(4), a, d) for d in ds[j])
+            ptx.sts2(dots + j * 64, [ptx.pick(r % 2, x[1], x[0]), ptx.pick(r % 2, y[3], y[2])])
+    ptx.sync_cta()
+    if cfg.l2norm:  # a warp sums 8 rows' over all warps, and multiplies by what remains of the norm for the rows given
+        row = warp * 8 + lane % 8
+        parts = [ptx.lds2f(at.smem + (lane // 8 * 2 + x) * WARP + row * 8) for x in range(2)]
+        rstd = [ptx.lds1(at.matrices + 2 * E_AT + row // 2 * 32 + row % 2 * 4 + x * 8) for x in (2, 3)]
+        s = [ptx.sum_lanes(x + y, 8, 16) for x, y in zip(*parts, strict=True)]
+        ptx.sts4(at.matrices + row * 16, [*rstd, *[x * f * f * f for x, f in zip(s, rstd, strict=True)]])
+        ptx.sync_cta()
+    for j in range(8):
+        if cfg.l2norm:
+            factors = ptx.lds4(at.matrices + j * 128 + r * 16)
+        for x, base in enumerate((io.dq, io.dk)):
+            d = ds[j][x]
+            if cfg.l2norm:
+                rstd, s = factors[x], factors[2 + x]
+                d = _packed([rstd * y - s * z for y, z in zip(_quads(d), _quads(xs[j][x]), strict=True)])
+            ptx.store_row("b32", base + out * 2, 8 * j * at.sG * 2, left, 8 * j, *d)
+
+
+def _place(at, smem, warp, lane, n_t):
+    """021's addresses, and those of the side that depends on V: of tiles' rows, where a place begins with a warp's."""
+    parents_places(at, smem, warp, lane, n_t)
+    at.nothing = Uint32(n_t >> 31)
+    at.all_k = at.turned + (at.matrices - at.own) + warp * 2048
+    at.slot, r, q = at.own + lane * 16, lane // 4, lane % 4
+    at.half = [smem + r * 256 + ((q + x * 4) ^ _order(r)) * 16 for x in range(2)]  # 32 columns of row r, these by two
+    at.mine = [x + warp * WARP for x in at.half]
+    row, tile = lane % 8, lane // 8  # of four 8 x 8 tiles, as ldmatrix takes them
+    at.tile = smem + tile % 2 * WARP + row * 256 + ((2 * warp + tile // 2) ^ _order(row)) * 16
+    system = smem + tile // 2 * WARP + XS + row * 128
+    at.system = [system + ((2 * x + tile % 2) ^ row) * 16 for x in range(4)]
+    row = lane // 2 % 8
+    at.sixteen = smem + lane // 16 * WARP + row * 256 + ((2 * warp + lane % 2) ^ _order(row)) * 16
+    at.betas = at.matrices + 2 * E_AT + r // 2 * 32 + r % 2 * 4
+    at.yv = at.matrices + YV + warp * 256 + (q // 2 * 16 + q % 2 * 8 + r) * 4
+
+
+def _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead):
+    """Element offsets of the thread's first values, and rows' strides; the chunk's small vectors at its columns."""
+    col, part, row = warp * 16, (Int64(chunk) * cfg.HV + hv) * K, lane // 2
+    at.head, at.qhead, at.sG, at.sV = head, qhead, cfg.HV * K, cfg.HV * cfg.V * 2
+    at.g, at.qg = (x * K + col + lane % 2 * 8 for x in (head + row * cfg.HV, qhead + row * cfg.H))
+    at.g32 = ((head + 2 * (lane % 4) * cfg.HV) * K + col + lane // 4) * 4  # in bytes, as the next
+    at.value = ((head + row * cfg.HV) * cfg.V + col + lane % 2 * 8) * 2
+    state = (part + col + lane // 4) * (cfg.V * 2) + lane % 4 * 16
+    io.h, io.dh = io.h + state, io.dh + state
+    io.bias = io.bias + (Int64(hv) * K + col) * 4
+    io.dbias = io.dbias + (part + col + lane // 4) * 4
+
+
+@cute.kernel
+def _kernel(
+    mQ, mK, mGk, mBeta, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mAlog, mBias, mQr, mKr, oV, oDq, oDk, oDg, oDb, oDA,
+    oDbias, mCu, mChunks, T: Int32, scale: Float32, lower_bound: Float32, beta_scale: Float32, cfg: cutlass.Constexpr,
+):
+    tid, _, _ = cute.arch.thread_idx()
+    pid, _, _ = cute.arch.block_idx()
+    lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+    chunk, hv = pid // cfg.HV, pid % cfg.HV
+    h = hv // (cfg.HV // cfg.H)
+
+    # first token of the chunk in the flattened batch, and how many of its 64 rows exist
+    if const_expr(cfg.varlen):
+        seq, t = Int64(mChunks[2 * chunk]), Int64(mChunks[2 * chunk + 1])
+        bos, eos = Int64(mCu[seq]), Int64(mCu[seq + 1])
+        first = bos + t * 64
+        n_t = Int32(cutlass.min(eos - first, Int64(64)))
+    else:
+        _, batch, _ = cute.arch.block_idx()
+        first = Int64(batch) * T + chunk * 64
+        n_t = cutlass.min(T - chunk * 64, 64)
+        chunk = batch * ((T + 63) // 64) + chunk
+
+    smem = cute.arch.alloc_smem(Uint32, SMEM // 4, 16).toint()
+    tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, oV, oDq, oDk, oDg, oDA, oDbias)
+    io, at = _Names(zip(POINTERS, [x.iterator.toint() for x in tensors], strict=True)), _Names()
+    head, qhead = first * cfg.HV + hv, first * cfg.H + h
+    _place(at, smem, warp, lane, n_t)
+    _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead)
+
+    row = Int64(cutlass.min(tid % 64, n_t - 1))
+    token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
+    values = [Float32(mBeta[token]), zero, zero, zero]
+    if const_expr(cfg.scaled):
+        values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
+    rate = Float32(1.0)
+    if const_expr(cfg.has_A):
+        rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
+    beta = ptx.pick(lives, values[0], zero)
+    _row_values(at, tid, [beta, *values[1:]])
+
+    *shared, yv = _value_side(cfg, io, at, tid, warp, lane, n_t, scale)
+    dA = _gradients(cfg, io, at, lane, rate, lower_bound, *shared)
+    if const_expr(cfg.has_A):
+        ptx.store_row("f32", io.dA + ((Int64(chunk) * 8 + warp) * cfg.HV + hv) * 4, 0, 1 - lane, 0, dA)
+    d_beta = Float32(yv)
+    _close(cfg, io, at, warp, lane, n_t)
+    if tid < n_t:
+        for other in range_constexpr(8):
+            d_beta = d_beta + ptx.lds1(smem + other * WARP + XG + tid * 4)
+        if const_expr(cfg.beta_sigmoid):
+            d_beta = d_beta * beta * (1.0 - beta / beta_scale)
+        oDb[token] = d_beta.to(oDb.element_type)
+
+
+# ---------------------------------------------------------------------------------------------------------- host code
+class _Config(ParentsConfig):
+    """What the kernel is specialised for."""
+
+    def __init__(self, *parents, V):
+        super().__init__(*parents)
+        self.V = V
+
+
+def _launcher(cfg):
+    @cute.jit
+    def start(
+        mQ, mK, mGk, mBeta, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mAlog, mBias, mQr, mKr, oV, oDq, oDk, oDg, oDb,
+        oDA, oDbias, mCu, mChunks,
+        T: Int32, scale: Float32, lower_bound: Float32, beta_scale: Float32, grid: Int32, rows: Int32, stream,
+    ):
+        _kernel(
+            mQ, mK, mGk, mBeta, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mAlog, mBias, mQr, mKr, oV, oDq, oDk, oDg, oDb,
+            oDA, oDbias, mCu, mChunks, T, scale, lower_bound, beta_scale, cfg,
+        ).launch(
+            grid=[grid, rows, 1], block=[THREADS, 1, 1], min_blocks_per_mp=2, preferred_smem_carveout=100, stream=stream
+        )
+
+    return start
+
+
+@functools.cache
+def _compile(cfg_key, dtypes):
+    """The kernel for one specialisation; takes the 25 tensors flattened, then the numbers, and runs on torch's
+    current stream."""
+    numbers = (Int32(1), Float32(1.0), Float32(0.0), Float32(1.0), Int32(1), Int32(1))
+    return cutecall.compile_for(_launcher(_Config(*cfg_key[:-1], V=cfg_key[-1])), dtypes, numbers)
+
+
+def run(
+    *, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, g_raw, A_log, dt_bias, p, cu_seqlens,
+    chunk_indices,
+):
+    """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
+    ddt_bias."""
+    has_A, has_bias = A_log is not None, dt_bias is not None
+    of = _of(p, has_A, has_bias)
+    dA, dbias = (gk.new_empty(n) if n else None for n in of.partial)
+    dv_out = v.new_empty(v.shape)
+    dq, dk, dg = (torch.empty_like(gk, dtype=dtype) for dtype in (p.dtype, p.dtype, p.g_dtype))
+    dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
+    f32, i64 = cutecall.absent(gk.device, torch.float32), cutecall.absent(gk.device, torch.int64)
+    given = (
+        q_raw, k_raw, gk, beta, v, v_new, do, dv, Akk, h, dh, g_raw, A_log, dt_bias, q_rstd, k_rstd, dv_out, dq, dk, dg,
+        dbeta, dA, dbias,
+    )
+    tensors = [f32 if x is None else cutecall.flat(x) for x in given]
+    tensors += [i64 if x is None else cutecall.flat(x) for x in (cu_seqlens, chunk_indices)]
+    _compile(of.key, tuple([x.dtype for x in tensors]))(*tensors, *of.numbers)
+    if p.varlen:
+        launch(zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T, **of.zero)
+    if p.HV != p.H:  # the norm is applied to a group's sum
+        heads, (dq, dk) = (dq, dk), (torch.empty_like(x) for x in (q_raw, k_raw))
+        launch(
+            group_kernel, of.group_grid, *heads, q_raw, k_raw, q_rstd, k_rstd, dq, dk, cu_seqlens, p.N, of.keys,
+            **of.group,
+        )
+    dA_log, ddt_bias = (None if x is None else gk.new_empty(x.shape) for x in (A_log, dt_bias))
+    if has_A or has_bias:
+        launch(sums_kernel, of.sums_grid, dA, dbias, dA_log, ddt_bias, p.NT, **of.sums)
+    return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA_log, "ddt_bias": ddt_bias}
+
+
+@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
+def _of(p, has_A, has_bias):
+    """What calls of a problem have in common: sizes, grids, and what kernels are specialised for."""
+    chunks, rows = p.NT * p.HV, 1 if p.varlen else p.B  # rows: the grid's second axis
+    lower_bound = 0.0 if p.lower_bound is None else p.lower_bound
+    shape = {"HV": p.HV, "K": p.K}
+    return SimpleNamespace(
+        partial=(chunks * 8 * has_A, chunks * p.K * has_bias),
+        key=(p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV, p.V),
+        numbers=(p.T, p.scale, lower_bound, p.beta_scale, chunks // rows, rows),
+        zero=shape | {"V": p.V, "num_warps": 4},
+        keys=p.B * p.T * p.H, group_grid=(triton.cdiv(p.B * p.T * p.H, GROUP_ROWS), 2),
+        group={"H": p.H, "G": p.HV // p.H, "K": p.K, "NORM": p.l2norm, "IS_VARLEN": p.varlen, "BR": GROUP_ROWS,
+               "num_warps": 4},
+        sums_grid=(p.HV * has_A + p.HV * (p.K // SUMS_COLUMNS) * has_bias,),
+        sums=shape | {"HAS_A": has_A, "HAS_BIAS": has_bias, "ROWS": SUMS_ROWS, "COLUMNS": SUMS_COLUMNS,
+                      "num_warps": 8},
+    )
+
+
+def supports(p):
+    if p.V % 128 or p.V > 512:
+        return False, f"needs V a multiple of 128 up to 512, got {p.V}"
+    return parents_supports(p)
+
+
+def run_log_gate(*, q_raw, k_raw, q_rstd, k_rstd, v, v_new, gk, beta, Akk, h, do, dh, dv, p, cu_seqlens, chunk_indices):
+    """The same for a precomputed gate: the raw gate is then not needed, so not kept for the backward."""
+    return run(**locals(), g_raw=None, A_log=None, dt_bias=None)
+
+
+SPANS = {"bwd.wy..bwd.beta": run}
+
+
+def spans(p):
+    return {"bwd.wy..bwd.beta": run_log_gate if p.gate == "log" else run}
