@@ -232,20 +232,25 @@ def _in_turn(at, x, y):
     return [[x[s], y[s], x[s + 1], y[s + 1]] for s in (0, 2)]
 
 
-def _first_pass(cfg, io, at, piece, sums):
-    """dh v_new^T, [do; y] v_new^T, of these 8 rows a warp each, and h dh^T, of which the diagonals count."""
+def _first_pass(cfg, io, at, lane, piece, sums):
+    """dh v_new^T, [do; y] v_new^T, of these 8 rows a warp each, and h dh^T, of which the diagonals count: a lane of four
+    has some of its two columns'."""
+    hh = [ptx.zeros(4), ptx.zeros(4)]
     for u in range(4):
         off = u // 2 * 128
         h, dh = _state(cfg, io.h, piece, u), _in_turn(at, *_state(cfg, io.dh, piece, u))
         rows = _in_turn(at, *[ptx.lds_frag(at.mine[u % 2] + x + off) for x in (0, DV)])
         for s in range(2):
             for i in range(2):
-                sums.hh[i] = ptx.mma16(sums.hh[i], dh[s], h[i][2 * s : 2 * s + 2])
+                hh[i] = ptx.mma16(hh[i], dh[s], h[i][2 * s : 2 * s + 2])
         for j in range(8):
             vn = ptx.lds_frag(at.half[u % 2] + XD + j * WARP + off)
             for s in range(2):
                 sums.xd[j] = ptx.mma16(sums.xd[j], dh[s], vn[2 * s : 2 * s + 2])
                 sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
+    mine, odd = Int32(lane % 4 == lane // 8), lane // 4 % 2
+    for n, x in enumerate((hh[0][:2], hh[1][2:])):
+        sums.tail[n] = sums.tail[n] + ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0))
 
 
 def _second_pass(cfg, io, at, piece, xq, xu):
@@ -293,12 +298,10 @@ def _place_pairs(at, warp, lane, pairs, rest, diag):
     ptx.sts1(at.matrices + mine * (2 * E_AT + row // 2 * 32 + row % 2 * 4 + 8) + (1 - mine) * 128, diag)
 
 
-def _sources(cfg, at, lane, xd, hh):
+def _sources(cfg, at, xd, tail):
     """dk through kg, to its place. Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk))
     as A fragments. Returns also the decays over the second and the third block, and what all rows' dg share."""
-    ends, last, r = [_of_row(at, 2 * a + 1, 7) for a in range(3)], _of_row(at, 7, 7), lane // 4
-    mine = Int32(lane % 4 == r // 2)
-    tail = [ptx.pick(mine, ptx.pick(r % 2, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
+    ends, last = [_of_row(at, 2 * a + 1, 7) for a in range(3)], _of_row(at, 7, 7)
     total, sources = [x * ptx.ex2(y) for x, y in zip(tail, last, strict=True)], []
     for b in range(4):
         ks, packed, parts = ptx.ldmatrix_n(at.all_k + b * 512, 4, True), [], []
@@ -320,8 +323,9 @@ def _sources(cfg, at, lane, xd, hh):
 
 def _place_states(at, xq, xu, scale):
     """The states' parts of dq and of dk that beta multiplies; a thread reads what it wrote."""
+    g = _gates(at, 0)
     for j in range(8):
-        up = [ptx.ex2(x) for x in _gates(at, j)]
+        up, g = [ptx.ex2(x) for x in g], _gates(at, j + 1) if j < 7 else None  # loads do not pass stores
         x = [y * (f * scale) for y, f in zip(xq[j], up, strict=True)]
         z = [y * (0.0 - f) for y, f in zip(xu[j], up, strict=True)]
         ptx.sts_frag(at.slot + j * 512, [*_packed(x), *_packed(z)])
@@ -337,7 +341,7 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         _copy_inputs(cfg, io, at, 3)
         _copy_gate(cfg, io, at, 3)
 
-    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, hh=[ptx.zeros(4)] * 2)
+    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, tail=ptx.zeros(2))
     for piece in pieces:
         steps = ((0,), (1,)) if piece else ((0, 1),)  # sums of the pieces before take registers
         if piece:
@@ -352,23 +356,24 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         if not piece:
             _copy_keys(cfg, io, at, tid, warp, lane, n_t)
             ptx.commit()
-        v = [_values(cfg, io, at, piece, pairs) for pairs in steps]
+        v = _values(cfg, io, at, piece, steps[0])
         ptx.wait_group(1 if piece else 2)
         ptx.sync_cta()
-        for pairs, x in zip(steps, v, strict=True):
-            _solve(cfg, io, at, lane, piece, pairs, x)
+        for pairs in steps:
+            v = v if pairs == steps[0] else _values(cfg, io, at, piece, pairs)
+            _solve(cfg, io, at, lane, piece, pairs, v)
         ptx.wait_group(0 if piece else 1)
         ptx.sync_cta()
         if len(pieces) == 1:
             inputs()
-        _first_pass(cfg, io, at, piece, sums)
+        _first_pass(cfg, io, at, lane, piece, sums)
     ptx.wait_group(2 if len(pieces) == 1 else 0)
     ptx.sync_cta()
     yv = Float32(0.0)
     for w in range(8):
         yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
     pairs = _pairs(sums.de, warp, lane, scale)
-    found = _sources(cfg, at, lane, sums.xd, sums.hh)
+    found = _sources(cfg, at, sums.xd, sums.tail)
     ptx.sync_cta()
     _place_pairs(at, warp, lane, *pairs)
 

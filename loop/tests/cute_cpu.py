@@ -14,7 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "put_rows", "of_lane", "sum_later_lanes", "bound_pairs"}  # instructions that a kernel's own file may have
+OWN = {"put_turned", "put_rows", "of_lane", "sum_later_lanes", "bound_pairs"}  # that a kernel's own file may have
 active = np.ones(THREADS, bool)
 
 
