@@ -142,14 +142,13 @@ def _copy_keys(cfg, io, at, tid, warp, lane, n_t):
 
 
 def _inputs_at(b):
-    """Where q and k of a block are, 8 rows of both and then 8 further."""
-    return XS if b == 3 else (b + 1) * 1024
+    """Where q and where k of a block are."""
+    return (XS, XS + 512) if b == 3 else ((b + 1) * 512, DV + (b + 1) * 512)
 
 
 def _copy_inputs(cfg, io, at, b):
-    for x, base in enumerate((io.q, io.k)):
-        to = at.piece + _inputs_at(b) + at.upper * 256 + x * 256
-        ptx.copy_row(to, base + at.qg * 2, 16 * b * cfg.H * K * 2, 16, at.left, 16 * b, L2)
+    for place, base in zip(_inputs_at(b), (io.q, io.k), strict=True):
+        ptx.copy_row(at.piece + place, base + at.qg * 2, 16 * b * cfg.H * K * 2, 16, at.left, 16 * b, L2)
     ptx.commit()
 
 
@@ -232,36 +231,44 @@ def _in_turn(at, x, y):
     return [[x[s], y[s], x[s + 1], y[s + 1]] for s in (0, 2)]
 
 
-def _first_pass(cfg, io, at, lane, piece, sums):
-    """dh v_new^T, [do; y] v_new^T, of these 8 rows a warp each, and h dh^T, of which the diagonals count: a lane of four
-    has some of its two columns'."""
-    hh = [ptx.zeros(4), ptx.zeros(4)]
+def _add_diagonals(hh, dh, h):
+    """h dh^T of the warp's 16 rows with 8 of them and 8 others."""
+    for s in range(2):
+        hh[:] = [ptx.mma16(hh[i], dh[s], h[i][2 * s : 2 * s + 2]) for i in range(2)]
+
+
+def _diagonals(lane, hh):
+    """Sums of h dh over V, of a thread's two columns: a lane of four has some."""
+    mine, odd = Int32(lane % 4 == lane // 8), lane // 4 % 2
+    return [ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
+
+
+def _first_pass(cfg, io, at, lane, piece, sums, dh):
+    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Without dh, it is read here, and h for the sums of h dh."""
+    hh = None if dh else [ptx.zeros(4), ptx.zeros(4)]
     for u in range(4):
         off = u // 2 * 128
-        h, dh = _state(cfg, io.h, piece, u), _in_turn(at, *_state(cfg, io.dh, piece, u))
+        if hh:
+            h, state = _state(cfg, io.h, piece, u), _in_turn(at, *_state(cfg, io.dh, piece, u))
+            _add_diagonals(hh, state, h)
+        else:
+            state = dh[u]
         rows = _in_turn(at, *[ptx.lds_frag(at.mine[u % 2] + x + off) for x in (0, DV)])
-        for s in range(2):
-            for i in range(2):
-                hh[i] = ptx.mma16(hh[i], dh[s], h[i][2 * s : 2 * s + 2])
         for j in range(8):
             vn = ptx.lds_frag(at.half[u % 2] + XD + j * WARP + off)
             for s in range(2):
-                sums.xd[j] = ptx.mma16(sums.xd[j], dh[s], vn[2 * s : 2 * s + 2])
+                sums.xd[j] = ptx.mma16(sums.xd[j], state[s], vn[2 * s : 2 * s + 2])
                 sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
-    mine, odd = Int32(lane % 4 == lane // 8), lane // 4 % 2
-    for n, x in enumerate((hh[0][:2], hh[1][2:])):
-        sums.tail[n] = sums.tail[n] + ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0))
+    if hh:
+        sums.tail = [x + y for x, y in zip(sums.tail, _diagonals(lane, hh), strict=True)]
 
 
-def _second_pass(cfg, io, at, piece, xq, xu):
-    """h do^T and h y^T."""
-    for u in range(4):
-        h = _in_turn(at, *_state(cfg, io.h, piece, u))
-        for j in range(8):
-            do, y = (ptx.lds_frag(at.half[u % 2] + x + j * WARP + u // 2 * 128) for x in (0, DV))
-            for s in range(2):
-                xq[j] = ptx.mma16(xq[j], h[s], do[2 * s : 2 * s + 2])
-                xu[j] = ptx.mma16(xu[j], h[s], y[2 * s : 2 * s + 2])
+def _second_pass(at, h, u, place, sums):
+    """h do^T or h y^T."""
+    for j in range(8):
+        x = ptx.lds_frag(at.half[u % 2] + place + j * WARP + u // 2 * 128)
+        for s in range(2):
+            sums[j] = ptx.mma16(sums[j], h[s], x[2 * s : 2 * s + 2])
 
 
 def _pairs(de, warp, lane, scale):
@@ -321,14 +328,12 @@ def _sources(cfg, at, xd, tail):
     return sources, [_below(ends[m], ends[m - 1]) for m in (1, 2)], [ptx.sum_lanes(x, 1, 2) for x in total]
 
 
-def _place_states(at, xq, xu, scale):
-    """The states' parts of dq and of dk that beta multiplies; a thread reads what it wrote."""
-    g = _gates(at, 0)
-    for j in range(8):
-        up, g = [ptx.ex2(x) for x in g], _gates(at, j + 1) if j < 7 else None  # loads do not pass stores
-        x = [y * (f * scale) for y, f in zip(xq[j], up, strict=True)]
-        z = [y * (0.0 - f) for y, f in zip(xu[j], up, strict=True)]
-        ptx.sts_frag(at.slot + j * 512, [*_packed(x), *_packed(z)])
+def _place_states(at, place, sums, factor):
+    """The states' part of dq or of dk that beta multiplies, over the tile that it came from."""
+    for b in range(4):
+        g, x = _gates(at, 2 * b) + _gates(at, 2 * b + 1), sums[2 * b] + sums[2 * b + 1]
+        x = [y * (ptx.ex2(z) * factor) for y, z in zip(x, g, strict=True)]
+        put_turned(at.turned + place + b * 512, _packed(x[:4]) + _packed(x[4:]))
 
 
 def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
@@ -341,7 +346,8 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         _copy_inputs(cfg, io, at, 3)
         _copy_gate(cfg, io, at, 3)
 
-    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, tail=ptx.zeros(2))
+    dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # asked for first: registers are free
+    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, tail=None)
     for piece in pieces:
         steps = ((0,), (1,)) if piece else ((0, 1),)  # sums of the pieces before take registers
         if piece:
@@ -357,6 +363,11 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
             _copy_keys(cfg, io, at, tid, warp, lane, n_t)
             ptx.commit()
         v = _values(cfg, io, at, piece, steps[0])
+        if not piece:
+            dh, hh = [_in_turn(at, *x) for x in dh], [ptx.zeros(4), ptx.zeros(4)]
+            for x, y in zip(dh, h, strict=True):
+                _add_diagonals(hh, x, y)
+            sums.tail = _diagonals(lane, hh)
         ptx.wait_group(1 if piece else 2)
         ptx.sync_cta()
         for pairs in steps:
@@ -366,7 +377,7 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         ptx.sync_cta()
         if len(pieces) == 1:
             inputs()
-        _first_pass(cfg, io, at, lane, piece, sums)
+        _first_pass(cfg, io, at, lane, piece, sums, None if piece else dh)
     ptx.wait_group(2 if len(pieces) == 1 else 0)
     ptx.sync_cta()
     yv = Float32(0.0)
@@ -374,11 +385,21 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
     pairs = _pairs(sums.de, warp, lane, scale)
     found = _sources(cfg, at, sums.xd, sums.tail)
+    if len(pieces) == 1:
+        h = [_state(cfg, io.h, 0, u) for u in range(4)]
     ptx.sync_cta()
     _place_pairs(at, warp, lane, *pairs)
 
     xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
-    for piece in reversed(pieces):
+    if len(pieces) == 1:  # one after the other: registers are short
+        h = [_in_turn(at, *x) for x in h]
+        for u in range(4):
+            _second_pass(at, h[u], u, 0, xq)
+        ptx.sync_cta()
+        _place_states(at, 0, xq, scale)
+        for u in range(4):
+            _second_pass(at, h[u], u, DV, xu)
+    for piece in reversed(pieces if len(pieces) > 1 else ()):
         if piece + 1 < len(pieces):
             ptx.sync_cta()
             copy(DV, io.dv, piece)
@@ -393,10 +414,16 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
             ptx.sync_cta()
             if not piece:
                 inputs()
-        _second_pass(cfg, io, at, piece, xq, xu)
+        for u in range(4):
+            h = _in_turn(at, *_state(cfg, io.h, piece, u))
+            _second_pass(at, h, u, 0, xq)
+            _second_pass(at, h, u, DV, xu)
     ptx.wait_group(1)
     ptx.sync_cta()
-    _place_states(at, xq, xu, scale)
+    if len(pieces) > 1:
+        _place_states(at, 0, xq, scale)
+    _place_states(at, DV, xu, -1.0)
+    ptx.sync_warp()
     return (*found, yv)
 
 
@@ -416,7 +443,7 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
         db, ours, low = [None, None], [None, None], _Names()
 
         # ---- the lower rows as sources, for the upper ones; all else of them is read again: registers are short
-        k = _quads(ptx.ldmatrix_n(at.turned + _inputs_at(b) + 256, 2, True))
+        k = _quads(ptx.ldmatrix_n(at.turned + _inputs_at(b)[1], 2, True))
         if cfg.scaled:
             k = _times(k, _rows(ptx.lds2f(at.rows + 2 * b * 128 + 24)))
         low.fm = _from_middle(at, 2 * b, _gates(at, 2 * b))
@@ -424,13 +451,13 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
 
         for i in (1, 0):
             j, row = 2 * b + i, 16 * b + 8 * i
-            g, x = _gates(at, j), ptx.ldmatrix_n(at.turned + _inputs_at(b) + i * 512, 4, True)
-            q, k, (*beta, d0, d1) = _quads(x[:2]), _quads(x[2:]), ptx.lds4(at.rows + j * 128)
+            q, k = (_quads(ptx.ldmatrix_n(at.turned + x + i * 256, 2, True)) for x in _inputs_at(b))
+            g, (*beta, d0, d1) = _gates(at, j), ptx.lds4(at.rows + j * 128)
             if cfg.scaled:
                 *q_rstd, k0, k1 = ptx.lds4(at.rows + j * 128 + 16)
                 q, k = _times(q, _rows(q_rstd)), _times(k, _rows([k0, k1]))
-            kb, x = _times(k, _rows(beta)), ptx.lds_frag(at.slot + j * 512)
-            sums = _Names(dq=_quads(x[:2]), zk=_quads(x[2:]))  # begin with the states' parts
+            kb, x = _times(k, _rows(beta)), [_quads(ptx.ldmatrix_n(at.turned + y + j * 256, 2, True)) for y in (0, DV)]
+            sums = _Names(dq=x[0], zk=x[1])  # begin with the states' parts
             if b and not i:
                 ptx.sync_warp()
                 _copy_inputs(cfg, io, at, b - 1)
@@ -502,8 +529,7 @@ def _close(cfg, io, at, warp, lane, n_t):
     ptx.sync_warp()
     ds = [[ptx.lds2(kept + j * 128 + x * 32) for x in range(2)] for j in range(8)]
     if cfg.l2norm:  # row dots are the diagonals of products; lanes that have none write where nobody reads
-        places = [_inputs_at(j // 2) + j % 2 * 512 for j in range(8)]
-        xs = [[ptx.lds2(given + place + x * 256) for x in range(2)] for place in places]
+        xs = [[ptx.lds2(given + x + j % 2 * 256) for x in _inputs_at(j // 2)] for j in range(8)]
         mine = Int32(lc == r // 2)
         dots = at.own + mine * (r * 8) + (1 - mine) * (XD + lane * 8)
         for j in range(8):
@@ -534,7 +560,7 @@ def _place(at, smem, warp, lane, n_t):
     parents_places(at, smem, warp, lane, n_t)
     at.nothing = Uint32(n_t >> 31)
     at.all_k = at.turned + (at.matrices - at.own) + warp * 2048
-    at.slot, r, q = at.own + lane * 16, lane // 4, lane % 4
+    r, q = lane // 4, lane % 4
     at.half = [smem + r * 256 + ((q + x * 4) ^ _order(r)) * 16 for x in range(2)]  # 32 columns of row r, these by two
     at.mine = [x + warp * WARP for x in at.half]
     row, tile = lane % 8, lane // 8  # of four 8 x 8 tiles, as ldmatrix takes them
@@ -547,11 +573,21 @@ def _place(at, smem, warp, lane, n_t):
     at.yv = at.matrices + YV + warp * 256 + (q // 2 * 16 + q % 2 * 8 + r) * 4
 
 
+def _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead):
+    """Where a thread's values are, in global and in shared memory."""
+    io, at = _Names(zip(POINTERS, pointers, strict=True)), _Names()
+    _place(at, smem, warp, lane, n_t)
+    _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead)
+    return io, at
+
+
 def _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead):
     """Element offsets of the thread's first values, and rows' strides; the chunk's small vectors at its columns."""
     col, part, row = warp * 16, (Int64(chunk) * cfg.HV + hv) * K, lane // 2
     at.head, at.qhead, at.sG, at.sV = head, qhead, cfg.HV * K, cfg.HV * cfg.V * 2
-    at.g, at.qg = (x * K + col + lane % 2 * 8 for x in (head + row * cfg.HV, qhead + row * cfg.H))
+    at.g = at.qg = (head + row * cfg.HV) * K + col + lane % 2 * 8
+    if cfg.H != cfg.HV:
+        at.qg = (qhead + row * cfg.H) * K + col + lane % 2 * 8
     at.g32 = ((head + 2 * (lane % 4) * cfg.HV) * K + col + lane // 4) * 4  # in bytes, as the next
     at.value = ((head + row * cfg.HV) * cfg.V + col + lane % 2 * 8) * 2
     state = (part + col + lane // 4) * (cfg.V * 2) + lane % 4 * 16
@@ -585,23 +621,25 @@ def _kernel(
 
     smem = cute.arch.alloc_smem(Uint32, SMEM // 4, 16).toint()
     tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, oV, oDq, oDk, oDg, oDA, oDbias)
-    io, at = _Names(zip(POINTERS, [x.iterator.toint() for x in tensors], strict=True)), _Names()
+    pointers = [x.iterator.toint() for x in tensors]
     head, qhead = first * cfg.HV + hv, first * cfg.H + h
-    _place(at, smem, warp, lane, n_t)
-    _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead)
+    io, at = _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead)
 
     row = Int64(cutlass.min(tid % 64, n_t - 1))
     token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
     values = [Float32(mBeta[token]), zero, zero, zero]
     if const_expr(cfg.scaled):
         values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
+    _row_values(at, tid, [ptx.pick(lives, values[0], zero), *values[1:]])
+    *shared, yv = _value_side(cfg, io, at, tid, warp, lane, n_t, scale)
+
+    # all addresses anew: the compiler, which does not know that they are the same, keeps none of them so far
+    tid = tid | (n_t >> 31)
+    lane = tid % 32
+    io, at = _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead)
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
-    beta = ptx.pick(lives, values[0], zero)
-    _row_values(at, tid, [beta, *values[1:]])
-
-    *shared, yv = _value_side(cfg, io, at, tid, warp, lane, n_t, scale)
     dA = _gradients(cfg, io, at, lane, rate, lower_bound, *shared)
     if const_expr(cfg.has_A):
         ptx.store_row("f32", io.dA + ((Int64(chunk) * 8 + warp) * cfg.HV + hv) * 4, 0, 1 - lane, 0, dA)
@@ -610,7 +648,9 @@ def _kernel(
     if tid < n_t:
         for other in range_constexpr(8):
             d_beta = d_beta + ptx.lds1(smem + other * WARP + XG + tid * 4)
+        token = head + Int64(tid) * cfg.HV
         if const_expr(cfg.beta_sigmoid):
+            beta = Float32(mBeta[token])
             d_beta = d_beta * beta * (1.0 - beta / beta_scale)
         oDb[token] = d_beta.to(oDb.element_type)
 
