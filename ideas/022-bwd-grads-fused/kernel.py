@@ -77,10 +77,10 @@ FAMILY = "kda"
 #       0..4095   8 rows of do, and from DV on of dv and then y; after the second pass xq and xu, 512 bytes for 8 rows;
 #                 a block's, once it has read them, take q and k of the block before it
 #   GK  ..8287    gk of the warp's columns; then dq and dk of these
-#   XD  ..10335   8 rows of v_new; after the first pass dk through kg of the warp's columns; then dg of these
+#   XD  ..10335   8 rows of v_new; after the first pass k of the warp's columns, dk through kg of these, then dg
 #   XS  ..11359   8 rows of Akk; after the last y q and k of the last block
 #   XG  ..11871   the raw gate of a block; at the end dbeta
-# and behind them, from `matrices` on, D and E with what rounding them leaves (before: k's 64 rows, 2 KB a warp, and
+# and behind them, from `matrices` on, D and E with what rounding them leaves (before: v, then dv of the call's, and
 # from YV on y v), then beta, D's diagonal and norms. A tile's rows of 128 columns of V are 256 bytes; its 16-byte
 # pieces lie in an order that depends on the row: neither one piece of 8 rows nor 4 of two rows meet a bank twice.
 DV, YV = 2048, 16384
@@ -104,14 +104,15 @@ def _order(row):
     return row % 2 * 4 + row // 2 % 2 * 2 + row // 4 % 2
 
 
-def _copy_tile(cfg, io, at, tid, n_t, place, base, piece):
-    """Begin the copy of 64 rows of 128 columns; a warp two whole rows at a time."""
+def _copy_tile(cfg, io, at, tid, n_t, place, base, piece, step=WARP):
+    """Begin the copy of 64 rows of 128 columns, 8 rows `step` bytes behind the 8 before; a warp two whole rows at a
+    time."""
     row, part = tid // 16, tid % 16
-    to = at.smem + tid // 128 * WARP + row % 8 * 256 + (part ^ _order(row)) * 16 + place
+    to = at.smem + tid // 128 * step + row % 8 * 256 + (part ^ _order(row)) * 16 + place
     source = base + (at.head + Int64(row) * cfg.HV) * (cfg.V * 2) + part * 16
     for m in range(4):
         off = 16 * m * cfg.HV * cfg.V * 2 + piece * 256
-        ptx.copy_row(to + 2 * m * WARP, source, off, 16, n_t - row, 16 * m, L2)
+        ptx.copy_row(to + 2 * m * step, source, off, 16, n_t - row, 16 * m, L2)
 
 
 def _copy_system(cfg, io, at, tid, n_t):
@@ -124,21 +125,21 @@ def _copy_system(cfg, io, at, tid, n_t):
         ptx.copy_row(to + 4 * m * WARP, source, 32 * m * cfg.HV * 128, 16, (n_t - row) * (1 - above), 32 * m)
 
 
-def _copy_keys(cfg, io, at, tid, warp, lane, n_t):
-    """gk, dt_bias, and all of k: what must be there when the first pass ends."""
+def _copy_gates(cfg, io, at, warp, lane, n_t):
+    """gk, whole rows, and dt_bias."""
     gates = io.gk + at.head * (K * 4) + lane * 16
     for m in range(8):  # rows that do not exist are the last one
         row = Int64(warp + ptx.at_most(n_t - 1 - warp, 8 * m))
         place = at.smem + lane // 4 * WARP + GK + warp // 2 * STRETCH + warp % 2 * 64 + lane % 4 * 16
         ptx.copy(place + m * 128, gates + row * (at.sG * 4), 16, L2)
-    low, part = warp % 4 * 4 + lane // 2 % 4, warp // 4 * 8 + lane // 8 * 2 + lane % 2
-    to = at.matrices + part // 2 * 2048 + low // 8 * 256 + low % 8 * 32 + (part % 2 ^ low % 8 // 4) * 16
-    source = io.k + (at.qhead + Int64(low) * cfg.H) * (K * 2) + part * 16
-    for m in range(4):
-        ptx.copy_row(to + m * 512, source, 16 * m * cfg.H * K * 2, 16, n_t - low, 16 * m, L2)
     if cfg.has_bias:
         piece = lane % 4
         ptx.copy(at.own + BIAS + piece // 2 * STRETCH + piece % 2 * 16, io.bias + piece * 16, 16)
+
+
+def _copy_block(cfg, io, at, b, place, base):
+    """Begin the copy of 16 rows of q or k, the warp's columns."""
+    ptx.copy_row(at.piece + place, base + at.qg * 2, 16 * b * cfg.H * K * 2, 16, at.left, 16 * b, L2)
 
 
 def _inputs_at(b):
@@ -148,7 +149,7 @@ def _inputs_at(b):
 
 def _copy_inputs(cfg, io, at, b):
     for place, base in zip(_inputs_at(b), (io.q, io.k), strict=True):
-        ptx.copy_row(at.piece + place, base + at.qg * 2, 16 * b * cfg.H * K * 2, 16, at.left, 16 * b, L2)
+        _copy_block(cfg, io, at, b, place, base)
     ptx.commit()
 
 
@@ -177,43 +178,24 @@ def _fragment(x):
     return [lo[0], lo[1], hi[0], hi[1]]
 
 
-def _values(cfg, io, at, piece, pairs):
-    """v, 16 bytes a lane of each 16 rows."""
-    load = functools.partial(ptx.load_row, "b32", 4, Uint32, io.v + at.value)
-    return {m: load(16 * m * at.sV + piece * 256, at.left, 16 * m) for p in pairs for m in (2 * p, 2 * p + 1)}
-
-
-def _solve(cfg, io, at, lane, piece, pairs, v):
-    """y of some rows, in dv's place; dv of the call's; a warp's share of y v. Each passes through dv's place, between
-    16 bytes a lane of a row and fragments."""
+def _solve(cfg, io, at, lane, piece, pairs):
+    """y of some rows, in dv's place; dv of the call's, by way of v's place; a warp's share of y v."""
     y, q = _solved(at, pairs), lane % 4
-    ptx.sync_warp()
-    for m, x in v.items():
-        ptx.sts_frag(at.sixteen + DV + 2 * m * WARP, x)
-    ptx.sync_warp()
     for p in pairs:
         sums = []
         for r in (2 * p, 2 * p + 1):
-            x = [_quads(x) for x in _by_columns(ptx.ldmatrix_n(at.tile + DV + 2 * r * WARP, 4, False))]
-            x = [_times(a, b) for a, b in zip(y[r], x, strict=True)]
+            x = ptx.ldmatrix_n(at.v_tile + r * 4096, 4, False)
+            x = [_times(a, _quads(x[2 * n : 2 * n + 2])) for n, a in enumerate(y[r])]
             sums.append(_halved(q % 2, *[x[0][i] + x[0][i + 1] + x[1][i] + x[1][i + 1] for i in (0, 2)], 1))
-        part = _halved(q // 2, *sums, 2)
-        if piece:
-            part = part + ptx.lds1(at.yv + p * 128)
-        ptx.sts1(at.yv + p * 128, part)
-    ptx.sync_warp()
+        ptx.sts1(at.yv + p * 128, _halved(q // 2, *sums, 2))
+    _place_y(at, y)
     for r, x in y.items():
         beta = [ptx.lds1(at.betas + r * 256 + i * 128) for i in range(2)]
-        put_rows(at.tile + DV + 2 * r * WARP, _fragment([_times(z, [beta[0]] * 2 + [beta[1]] * 2) for z in x]))
+        put_rows(at.v_tile + r * 4096, _fragment([_times(z, [beta[0]] * 2 + [beta[1]] * 2) for z in x]))
     ptx.sync_warp()
-    for m in v:
-        out = ptx.lds_frag(at.sixteen + DV + 2 * m * WARP)
+    for m in y:
+        out = ptx.lds_frag(at.sixteen + m * 4096)
         ptx.store_row("b32", io.v_out + at.value, 16 * m * at.sV + piece * 256, at.left, 16 * m, *out)
-    _place_y(at, y)
-
-
-def _by_columns(x):
-    return [x[:2], x[2:]]
 
 
 # ============================================================================================== products along V, twice
@@ -305,26 +287,35 @@ def _place_pairs(at, warp, lane, pairs, rest, diag):
     ptx.sts1(at.matrices + mine * (2 * E_AT + row // 2 * 32 + row % 2 * 4 + 8) + (1 - mine) * 128, diag)
 
 
+def _through_states(at, xd):
+    """dk through kg, packed."""
+    last, packed = _columns(_of_row(at, 7, 7)), []
+    for j in range(8):
+        packed += _packed(_times(xd[j], _below(last, _gates(at, j))))
+    return packed
+
+
 def _sources(cfg, at, xd, tail):
-    """dk through kg, to its place. Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk))
-    as A fragments. Returns also the decays over the second and the third block, and what all rows' dg share."""
+    """Each block but the last as a source for later blocks: bf16(k 2^(gk at its end - gk)) as A fragments. dk through
+    kg takes k's place. Returns also the decays over the second and the third block, and what all rows' dg share."""
     ends, last = [_of_row(at, 2 * a + 1, 7) for a in range(3)], _of_row(at, 7, 7)
     total, sources = [x * ptx.ex2(y) for x, y in zip(tail, last, strict=True)], []
     for b in range(4):
-        ks, packed, parts = ptx.ldmatrix_n(at.all_k + b * 512, 4, True), [], []
+        ks, packed = ptx.ldmatrix_n(at.turned + XD + b * 512, 4, True), []
         for i in range(2):
             j = 2 * b + i
-            k, g = _quads(ks[2 * i : 2 * i + 2]), _gates(at, j)
-            parts += _packed(_times(xd[j], _below(_columns(last), g)))
+            k = _quads(ks[2 * i : 2 * i + 2])
             if cfg.scaled:
                 k = _times(k, _rows(ptx.lds2f(at.rows + j * 128 + 24)))
-            for n, y in enumerate(_quads(parts[2 * i :])):
+            for n, y in enumerate(_quads(xd[2 * j : 2 * j + 2])):
                 total[n // 2] = total[n // 2] + k[n] * y
             if b < 3:
-                packed += _packed(_times(k, _below(_columns(ends[b]), g)))
-        put_turned(at.turned + XD + b * 512, parts)
+                packed += _packed(_times(k, _below(_columns(ends[b]), _gates(at, j))))
         if b < 3:
             sources.append(packed)
+    ptx.sync_warp()
+    for b in range(4):
+        put_turned(at.turned + XD + b * 512, xd[4 * b : 4 * b + 4])
     return sources, [_below(ends[m], ends[m - 1]) for m in (1, 2)], [ptx.sum_lanes(x, 1, 2) for x in total]
 
 
@@ -339,7 +330,7 @@ def _place_states(at, place, sums, factor):
 def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
     """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
     `_sources`' and, of row tid % 64, y v."""
-    pieces = range(cfg.V // 128)
+    pieces, alone = range(cfg.V // 128), cfg.V == 128
     copy = functools.partial(_copy_tile, cfg, io, at, tid, n_t)
 
     def inputs():  # Akk is no longer needed
@@ -347,59 +338,54 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         _copy_gate(cfg, io, at, 3)
 
     dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # asked for first: registers are free
-    sums = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8, tail=None)
+    sums, yv = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8), Float32(0.0)
     for piece in pieces:
-        steps = ((0,), (1,)) if piece else ((0, 1),)  # sums of the pieces before take registers
         if piece:
             ptx.sync_cta()
         else:
             _copy_system(cfg, io, at, tid, n_t)
         copy(DV, io.dv, piece)
+        copy(8 * WARP, io.v, piece, 2048)
         ptx.commit()
         copy(0, io.do, piece)
         copy(XD, io.vn, piece)
         ptx.commit()
         if not piece:
-            _copy_keys(cfg, io, at, tid, warp, lane, n_t)
+            _copy_gates(cfg, io, at, warp, lane, n_t)
             ptx.commit()
-        v = _values(cfg, io, at, piece, steps[0])
-        if not piece:
             dh, hh = [_in_turn(at, *x) for x in dh], [ptx.zeros(4), ptx.zeros(4)]
             for x, y in zip(dh, h, strict=True):
                 _add_diagonals(hh, x, y)
             sums.tail = _diagonals(lane, hh)
         ptx.wait_group(1 if piece else 2)
         ptx.sync_cta()
-        for pairs in steps:
-            v = v if pairs == steps[0] else _values(cfg, io, at, piece, pairs)
-            _solve(cfg, io, at, lane, piece, pairs, v)
+        for pairs in ((0,), (1,)) if piece else ((0, 1),):  # sums of the pieces before take registers
+            _solve(cfg, io, at, lane, piece, pairs)
         ptx.wait_group(0 if piece else 1)
         ptx.sync_cta()
-        if len(pieces) == 1:
+        if alone:
             inputs()
+        for w in range(8):
+            yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
         _first_pass(cfg, io, at, lane, piece, sums, None if piece else dh)
-    ptx.wait_group(2 if len(pieces) == 1 else 0)
+    ptx.wait_group(2 if alone else 0)
     ptx.sync_cta()
-    yv = Float32(0.0)
-    for w in range(8):
-        yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
-    pairs = _pairs(sums.de, warp, lane, scale)
-    found = _sources(cfg, at, sums.xd, sums.tail)
-    if len(pieces) == 1:
-        h = [_state(cfg, io.h, 0, u) for u in range(4)]
-    ptx.sync_cta()
-    _place_pairs(at, warp, lane, *pairs)
+    for b in range(4):
+        _copy_block(cfg, io, at, b, XD + b * 512, io.k)
+    ptx.commit()
+    _place_pairs(at, warp, lane, *_pairs(sums.de, warp, lane, scale))
+    xd = _through_states(at, sums.xd)
 
     xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
-    if len(pieces) == 1:  # one after the other: registers are short
-        h = [_in_turn(at, *x) for x in h]
+    if alone:  # one after the other: registers are short
+        h = [_in_turn(at, *_state(cfg, io.h, 0, u)) for u in range(4)]
         for u in range(4):
             _second_pass(at, h[u], u, 0, xq)
         ptx.sync_cta()
         _place_states(at, 0, xq, scale)
         for u in range(4):
             _second_pass(at, h[u], u, DV, xu)
-    for piece in reversed(pieces if len(pieces) > 1 else ()):
+    for piece in () if alone else reversed(pieces):
         if piece + 1 < len(pieces):
             ptx.sync_cta()
             copy(DV, io.dv, piece)
@@ -418,11 +404,12 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
             h = _in_turn(at, *_state(cfg, io.h, piece, u))
             _second_pass(at, h, u, 0, xq)
             _second_pass(at, h, u, DV, xu)
-    ptx.wait_group(1)
+    ptx.wait_group(0)
     ptx.sync_cta()
-    if len(pieces) > 1:
+    if not alone:
         _place_states(at, 0, xq, scale)
     _place_states(at, DV, xu, -1.0)
+    found = _sources(cfg, at, xd, sums.tail)
     ptx.sync_warp()
     return (*found, yv)
 
@@ -559,16 +546,16 @@ def _place(at, smem, warp, lane, n_t):
     """021's addresses, and those of the side that depends on V: of tiles' rows, where a place begins with a warp's."""
     parents_places(at, smem, warp, lane, n_t)
     at.nothing = Uint32(n_t >> 31)
-    at.all_k = at.turned + (at.matrices - at.own) + warp * 2048
     r, q = lane // 4, lane % 4
     at.half = [smem + r * 256 + ((q + x * 4) ^ _order(r)) * 16 for x in range(2)]  # 32 columns of row r, these by two
     at.mine = [x + warp * WARP for x in at.half]
     row, tile = lane % 8, lane // 8  # of four 8 x 8 tiles, as ldmatrix takes them
-    at.tile = smem + tile % 2 * WARP + row * 256 + ((2 * warp + tile // 2) ^ _order(row)) * 16
+    part = row * 256 + ((2 * warp + tile // 2) ^ _order(row)) * 16
+    at.tile, at.v_tile = smem + tile % 2 * WARP + part, at.matrices + tile % 2 * 2048 + part
     system = smem + tile // 2 * WARP + XS + row * 128
     at.system = [system + ((2 * x + tile % 2) ^ row) * 16 for x in range(4)]
     row = lane // 2 % 8
-    at.sixteen = smem + lane // 16 * WARP + row * 256 + ((2 * warp + lane % 2) ^ _order(row)) * 16
+    at.sixteen = at.matrices + lane // 16 * 2048 + row * 256 + ((2 * warp + lane % 2) ^ _order(row)) * 16
     at.betas = at.matrices + 2 * E_AT + r // 2 * 32 + r % 2 * 4
     at.yv = at.matrices + YV + warp * 256 + (q // 2 * 16 + q % 2 * 8 + r) * 4
 
