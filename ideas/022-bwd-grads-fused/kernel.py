@@ -104,29 +104,30 @@ def _order(row):
     return row % 2 * 4 + row // 2 % 2 * 2 + row // 4 % 2
 
 
-def _copy_tile(cfg, io, at, tid, n_t, place, base, piece, step=WARP):
+def _copy_tile(cfg, io, at, n_t, place, base, piece, step=WARP):
     """Begin the copy of 64 rows of 128 columns, 8 rows `step` bytes behind the 8 before; a warp two whole rows at a
     time."""
-    row, part = tid // 16, tid % 16
-    to = at.smem + tid // 128 * step + row % 8 * 256 + (part ^ _order(row)) * 16 + place
+    row, part = at.tid // 16, at.tid % 16
+    to = at.smem + at.tid // 128 * step + row % 8 * 256 + (part ^ _order(row)) * 16 + place
     source = base + (at.head + Int64(row) * cfg.HV) * (cfg.V * 2) + part * 16
     for m in range(4):
         off = 16 * m * cfg.HV * cfg.V * 2 + piece * 256
         ptx.copy_row(to + 2 * m * step, source, off, 16, n_t - row, 16 * m, L2)
 
 
-def _copy_system(cfg, io, at, tid, n_t):
+def _copy_system(cfg, io, at, n_t):
     """Of Akk, [64,64], 8 columns a thread; zeros above the diagonal."""
-    row, part = tid // 8, tid % 8
-    to = at.smem + tid // 64 * WARP + XS + row % 8 * 128 + (part ^ row % 8) * 16
+    row, part = at.tid // 8, at.tid % 8
+    to = at.smem + at.tid // 64 * WARP + XS + row % 8 * 128 + (part ^ row % 8) * 16
     source = io.A + (at.head + Int64(row) * cfg.HV) * 128 + part * 16
     for m in range(2):
-        above = Int32(part > tid // 64 + 4 * m)
+        above = Int32(part > at.tid // 64 + 4 * m)
         ptx.copy_row(to + 4 * m * WARP, source, 32 * m * cfg.HV * 128, 16, (n_t - row) * (1 - above), 32 * m)
 
 
-def _copy_gates(cfg, io, at, warp, lane, n_t):
+def _copy_gates(cfg, io, at, n_t):
     """gk, whole rows, and dt_bias."""
+    warp, lane = at.warp, at.lane
     gates = io.gk + at.head * (K * 4) + lane * 16
     for m in range(8):  # rows that do not exist are the last one
         row = Int64(warp + ptx.at_most(n_t - 1 - warp, 8 * m))
@@ -151,6 +152,12 @@ def _copy_inputs(cfg, io, at, b):
     for place, base in zip(_inputs_at(b), (io.q, io.k), strict=True):
         _copy_block(cfg, io, at, b, place, base)
     ptx.commit()
+
+
+def _copy_last(cfg, io, at):
+    """What the last block needs, when Akk is no longer needed."""
+    _copy_inputs(cfg, io, at, 3)
+    _copy_gate(cfg, io, at, 3)
 
 
 # ======================================================================================== y = Akk^T dv, 16 columns of V
@@ -178,9 +185,9 @@ def _fragment(x):
     return [lo[0], lo[1], hi[0], hi[1]]
 
 
-def _solve(cfg, io, at, lane, piece, pairs):
+def _solve(cfg, io, at, piece, pairs):
     """y of some rows, in dv's place; dv of the call's, by way of v's place; a warp's share of y v."""
-    y, q = _solved(at, pairs), lane % 4
+    y, q = _solved(at, pairs), at.lane % 4
     for p in pairs:
         sums = []
         for r in (2 * p, 2 * p + 1):
@@ -225,7 +232,7 @@ def _diagonals(lane, hh):
     return [ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
 
 
-def _first_pass(cfg, io, at, lane, piece, sums, dh):
+def _first_pass(cfg, io, at, piece, sums, dh):
     """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Without dh, it is read here, and h for the sums of h dh."""
     hh = None if dh else [ptx.zeros(4), ptx.zeros(4)]
     for u in range(4):
@@ -242,7 +249,7 @@ def _first_pass(cfg, io, at, lane, piece, sums, dh):
                 sums.xd[j] = ptx.mma16(sums.xd[j], state[s], vn[2 * s : 2 * s + 2])
                 sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
     if hh:
-        sums.tail = [x + y for x, y in zip(sums.tail, _diagonals(lane, hh), strict=True)]
+        sums.tail = [x + y for x, y in zip(sums.tail, _diagonals(at.lane, hh), strict=True)]
 
 
 def _second_pass(at, h, u, place, sums):
@@ -253,10 +260,10 @@ def _second_pass(at, h, u, place, sums):
             sums[j] = ptx.mma16(sums[j], h[s], x[2 * s : 2 * s + 2])
 
 
-def _pairs(de, warp, lane, scale):
+def _pairs(at, de, scale):
     """D and E of the warp's 8 rows from [do; y] v_new^T, [2][8] packed; what rounding leaves of the 8 x 8 blocks on the
     diagonal; and D's diagonal, in lanes whose columns it is in."""
-    r, q, factors = lane // 4, lane % 4, [scale, scale, Float32(-1.0), Float32(-1.0)]
+    warp, r, q, factors = at.warp, at.lane // 4, at.lane % 4, [scale, scale, Float32(-1.0), Float32(-1.0)]
     here = de[0]
     for j in range(1, 8):
         here = [ptx.pick(Int32(warp == j), x, y) for x, y in zip(de[j], here, strict=True)]
@@ -274,10 +281,10 @@ def _below_diagonal(x, left):
     return [ptx.pick(Int32(left > n % 2), y, Float32(0.0)) for n, y in enumerate(x)]
 
 
-def _place_pairs(at, warp, lane, pairs, rest, diag):
+def _place_pairs(at, pairs, rest, diag):
     """What is above the diagonal nobody reads: there, to the right of the 8 x 8 block, goes what that leaves."""
-    r, row = lane // 4, warp * 8 + lane % 8
-    to = at.matrices + row * PITCH
+    warp, lane, r = at.warp, at.lane, at.lane // 4
+    to = at.matrices + (warp * 8 + lane % 8) * PITCH
     for x in range(2):
         for n in (0, 4):
             put_rows(to + lane // 8 * 16 + x * E_AT + n * 16, pairs[x][n : n + 4])
@@ -327,23 +334,20 @@ def _place_states(at, place, sums, factor):
         put_turned(at.turned + place + b * 512, _packed(x[:4]) + _packed(x[4:]))
 
 
-def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
+def _value_side(cfg, locate, n_t, scale):
     """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
     `_sources`' and, of row tid % 64, y v."""
     pieces, alone = range(cfg.V // 128), cfg.V == 128
-    copy = functools.partial(_copy_tile, cfg, io, at, tid, n_t)
-
-    def inputs():  # Akk is no longer needed
-        _copy_inputs(cfg, io, at, 3)
-        _copy_gate(cfg, io, at, 3)
-
+    io, at = locate(0)
     dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # asked for first: registers are free
     sums, yv = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8), Float32(0.0)
     for piece in pieces:
         if piece:
             ptx.sync_cta()
+            io, at = locate(piece)
         else:
-            _copy_system(cfg, io, at, tid, n_t)
+            _copy_system(cfg, io, at, n_t)
+        copy = functools.partial(_copy_tile, cfg, io, at, n_t)
         copy(DV, io.dv, piece)
         copy(8 * WARP, io.v, piece, 2048)
         ptx.commit()
@@ -351,29 +355,29 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
         copy(XD, io.vn, piece)
         ptx.commit()
         if not piece:
-            _copy_gates(cfg, io, at, warp, lane, n_t)
+            _copy_gates(cfg, io, at, n_t)
             ptx.commit()
             dh, hh = [_in_turn(at, *x) for x in dh], [ptx.zeros(4), ptx.zeros(4)]
             for x, y in zip(dh, h, strict=True):
                 _add_diagonals(hh, x, y)
-            sums.tail = _diagonals(lane, hh)
+            sums.tail = _diagonals(at.lane, hh)
         ptx.wait_group(1 if piece else 2)
         ptx.sync_cta()
         for pairs in ((0,), (1,)) if piece else ((0, 1),):  # sums of the pieces before take registers
-            _solve(cfg, io, at, lane, piece, pairs)
+            _solve(cfg, io, at, piece, pairs)
         ptx.wait_group(0 if piece else 1)
         ptx.sync_cta()
         if alone:
-            inputs()
+            _copy_last(cfg, io, at)
         for w in range(8):
-            yv = yv + ptx.lds1(at.matrices + YV + w * 256 + tid % 64 * 4)
-        _first_pass(cfg, io, at, lane, piece, sums, None if piece else dh)
+            yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
+        _first_pass(cfg, io, at, piece, sums, None if piece else dh)
     ptx.wait_group(2 if alone else 0)
     ptx.sync_cta()
     for b in range(4):
         _copy_block(cfg, io, at, b, XD + b * 512, io.k)
     ptx.commit()
-    _place_pairs(at, warp, lane, *_pairs(sums.de, warp, lane, scale))
+    _place_pairs(at, *_pairs(at, sums.de, scale))
     xd = _through_states(at, sums.xd)
 
     xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
@@ -388,6 +392,8 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
     for piece in () if alone else reversed(pieces):
         if piece + 1 < len(pieces):
             ptx.sync_cta()
+            io, at = locate(4 + piece)
+            copy = functools.partial(_copy_tile, cfg, io, at, n_t)
             copy(DV, io.dv, piece)
             ptx.commit()
             copy(0, io.do, piece)
@@ -399,13 +405,14 @@ def _value_side(cfg, io, at, tid, warp, lane, n_t, scale):
             ptx.wait_group(0)
             ptx.sync_cta()
             if not piece:
-                inputs()
+                _copy_last(cfg, io, at)
         for u in range(4):
             h = _in_turn(at, *_state(cfg, io.h, piece, u))
             _second_pass(at, h, u, 0, xq)
             _second_pass(at, h, u, DV, xu)
     ptx.wait_group(0)
     ptx.sync_cta()
+    io, at = locate(14)
     if not alone:
         _place_states(at, 0, xq, scale)
     _place_states(at, DV, xu, -1.0)
@@ -560,11 +567,14 @@ def _place(at, smem, warp, lane, n_t):
     at.yv = at.matrices + YV + warp * 256 + (q // 2 * 16 + q % 2 * 8 + r) * 4
 
 
-def _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead):
-    """Where a thread's values are, in global and in shared memory."""
+def _located(cfg, pointers, smem, tid, warp, n_t, chunk, hv, head, qhead, again):
+    """Where a thread's values are, in global and in shared memory. With another number `again` the compiler does not
+    know that it is what it was, and keeps nothing for it in registers."""
     io, at = _Names(zip(POINTERS, pointers, strict=True)), _Names()
-    _place(at, smem, warp, lane, n_t)
-    _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead)
+    at.tid = (tid | n_t >> (31 - again)) & (THREADS - 1)  # n_t is at most 64
+    at.warp, at.lane = warp, at.tid % 32
+    _place(at, smem, warp, at.lane, n_t)
+    _addresses(cfg, at, io, warp, at.lane, chunk, hv, head, qhead)
     return io, at
 
 
@@ -590,7 +600,7 @@ def _kernel(
 ):
     tid, _, _ = cute.arch.thread_idx()
     pid, _, _ = cute.arch.block_idx()
-    lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+    warp = cute.arch.make_warp_uniform(tid // 32)
     chunk, hv = pid // cfg.HV, pid % cfg.HV
     h = hv // (cfg.HV // cfg.H)
 
@@ -610,20 +620,17 @@ def _kernel(
     tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, oV, oDq, oDk, oDg, oDA, oDbias)
     pointers = [x.iterator.toint() for x in tensors]
     head, qhead = first * cfg.HV + hv, first * cfg.H + h
-    io, at = _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead)
+    locate = functools.partial(_located, cfg, pointers, smem, tid, warp, n_t, chunk, hv, head, qhead)
 
     row = Int64(cutlass.min(tid % 64, n_t - 1))
     token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
     values = [Float32(mBeta[token]), zero, zero, zero]
     if const_expr(cfg.scaled):
         values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
-    _row_values(at, tid, [ptx.pick(lives, values[0], zero), *values[1:]])
-    *shared, yv = _value_side(cfg, io, at, tid, warp, lane, n_t, scale)
-
-    # all addresses anew: the compiler, which does not know that they are the same, keeps none of them so far
-    tid = tid | (n_t >> 31)
-    lane = tid % 32
-    io, at = _located(cfg, pointers, smem, warp, lane, n_t, chunk, hv, head, qhead)
+    _row_values(locate(0)[1], tid, [ptx.pick(lives, values[0], zero), *values[1:]])
+    *shared, yv = _value_side(cfg, locate, n_t, scale)
+    io, at = locate(15)
+    tid, lane = at.tid, at.lane
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)

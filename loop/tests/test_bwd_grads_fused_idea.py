@@ -89,7 +89,7 @@ BARRIERS = [m.span() for m in re.finditer(r"ptx\.sync_(warp|cta)\(\)", PATH.read
 def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
     text, copy = PATH.read_text(), tmp_path / "kernel.py"
     copy.write_text(text[: span[0]] + "None" + text[span[1] :])
-    assert races(monkeypatch, "wide", copy) != []
+    assert races(monkeypatch, "gate", copy) + races(monkeypatch, "wide", copy) != []
 
 
 def pairs_alone(step, q=None, k=None, do=None, dv=None, v_new=None, seed=0):
