@@ -252,46 +252,37 @@ def _first_pass(cfg, io, at, piece, sums, dh):
         sums.tail = [x + y for x, y in zip(sums.tail, _diagonals(at.lane, hh), strict=True)]
 
 
-def _second_pass(at, h, u, place, sums):
-    """h do^T or h y^T."""
-    for j in range(8):
-        x = ptx.lds_frag(at.half[u % 2] + place + j * WARP + u // 2 * 128)
-        for s in range(2):
-            sums[j] = ptx.mma16(sums[j], h[s], x[2 * s : 2 * s + 2])
+def _second_pass(at, h, u, xq, xu):
+    """h do^T and h y^T, of the rows that the sums are for."""
+    for j in xq:
+        off = j * WARP + u // 2 * 128
+        for sums, place in ((xq, 0), (xu, DV)):
+            x = ptx.lds_frag(at.half[u % 2] + place + off)
+            for s in range(2):
+                sums[j] = ptx.mma16(sums[j], h[s], x[2 * s : 2 * s + 2])
 
 
-def _pairs(at, de, scale):
-    """D and E of the warp's 8 rows from [do; y] v_new^T, [2][8] packed; what rounding leaves of the 8 x 8 blocks on the
-    diagonal; and D's diagonal, in lanes whose columns it is in."""
-    warp, r, q, factors = at.warp, at.lane // 4, at.lane % 4, [scale, scale, Float32(-1.0), Float32(-1.0)]
-    here = de[0]
+def _place_pairs(at, de, scale):
+    """D and E of the warp's 8 rows from [do; y] v_new^T; of the 8 x 8 blocks on the diagonal also, to the right of them,
+    what rounding leaves; and D's diagonal. Nobody reads anything else above the diagonal."""
+    warp, lane, r, q = at.warp, at.lane, at.lane // 4, at.lane % 4
+    factors, here, to = [scale, scale, Float32(-1.0), Float32(-1.0)], de[0], at.matrices + warp * 8 * PITCH
+    for n in (0, 4):
+        x = [_packed(_times(x, factors)) for x in de[n : n + 4]]
+        for m in range(2):
+            put_rows(to + lane % 8 * PITCH + lane // 8 * 16 + m * E_AT + n * 16, [y[m] for y in x])
     for j in range(1, 8):
         here = [ptx.pick(Int32(warp == j), x, y) for x, y in zip(de[j], here, strict=True)]
     here = _times(here, factors)
-    diag = ptx.pick(r % 2, here[1], here[0])
-    here = _below_diagonal(here, r - 2 * q)
-    rest = _packed([x - y for x, y in zip(here, _quads(_packed(here)), strict=True)])
-    D, E = zip(*[_packed(_below_diagonal(_times(x, factors), 8 * warp + r - 2 * q - 8 * j)) for j, x in enumerate(de)],
-               strict=True)
-    return (D, E), rest, diag
-
-
-def _below_diagonal(x, left):
-    """Of a row's values in two columns of D and of E those that are in the first `left` columns from there on."""
-    return [ptx.pick(Int32(left > n % 2), y, Float32(0.0)) for n, y in enumerate(x)]
-
-
-def _place_pairs(at, pairs, rest, diag):
-    """What is above the diagonal nobody reads: there, to the right of the 8 x 8 block, goes what that leaves."""
-    warp, lane, r = at.warp, at.lane, at.lane // 4
-    to = at.matrices + (warp * 8 + lane % 8) * PITCH
-    for x in range(2):
-        for n in (0, 4):
-            put_rows(to + lane // 8 * 16 + x * E_AT + n * 16, pairs[x][n : n + 4])
+    # lanes that have nothing of the diagonal write where nobody reads
+    mine, row = Int32(q == r // 2), warp * 8 + r
+    diag = at.matrices + mine * (2 * E_AT + row // 2 * 32 + row % 2 * 4 + 8) + (1 - mine) * 128
+    ptx.sts1(diag, ptx.pick(r % 2, here[1], here[0]))
+    here = [ptx.pick(Int32(r - 2 * q > n % 2), x, Float32(0.0)) for n, x in enumerate(here)]
+    near = _packed(here)
+    rest = _packed([x - y for x, y in zip(here, _quads(near), strict=True)])
     ptx.sync_warp()
-    put_rows(to + lane // 8 % 2 * E_AT + (warp + 1) * 16, rest)
-    mine, row = Int32(lane % 4 == r // 2), warp * 8 + r  # lanes that have none write where nobody reads
-    ptx.sts1(at.matrices + mine * (2 * E_AT + row // 2 * 32 + row % 2 * 4 + 8) + (1 - mine) * 128, diag)
+    put_rows(to + lane % 8 * PITCH + lane // 8 % 2 * E_AT + (warp + lane // 16) * 16, near + rest)
 
 
 def _through_states(at, xd):
@@ -326,12 +317,13 @@ def _sources(cfg, at, xd, tail):
     return sources, [_below(ends[m], ends[m - 1]) for m in (1, 2)], [ptx.sum_lanes(x, 1, 2) for x in total]
 
 
-def _place_states(at, place, sums, factor):
-    """The states' part of dq or of dk that beta multiplies, over the tile that it came from."""
-    for b in range(4):
-        g, x = _gates(at, 2 * b) + _gates(at, 2 * b + 1), sums[2 * b] + sums[2 * b + 1]
-        x = [y * (ptx.ex2(z) * factor) for y, z in zip(x, g, strict=True)]
-        put_turned(at.turned + place + b * 512, _packed(x[:4]) + _packed(x[4:]))
+def _from_states(at, scale, xq, xu):
+    """The states' parts of dq and of dk that beta multiplies, packed: a list of rows' of both."""
+    out = []
+    for j in xq:
+        up = [ptx.ex2(x) for x in _gates(at, j)]
+        out.append((_packed(_times(xq[j], [x * scale for x in up])), _packed(_times(xu[j], [-x for x in up]))))
+    return out
 
 
 def _value_side(cfg, locate, n_t, scale):
@@ -372,23 +364,26 @@ def _value_side(cfg, locate, n_t, scale):
         for w in range(8):
             yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
         _first_pass(cfg, io, at, piece, sums, None if piece else dh)
+    if alone:
+        h = [_state(cfg, io.h, 0, u) for u in range(4)]
     ptx.wait_group(2 if alone else 0)
     ptx.sync_cta()
     for b in range(4):
         _copy_block(cfg, io, at, b, XD + b * 512, io.k)
     ptx.commit()
-    _place_pairs(at, *_pairs(at, sums.de, scale))
+    _place_pairs(at, sums.de, scale)
     xd = _through_states(at, sums.xd)
 
-    xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
-    if alone:  # one after the other: registers are short
-        h = [_in_turn(at, *_state(cfg, io.h, 0, u)) for u in range(4)]
-        for u in range(4):
-            _second_pass(at, h[u], u, 0, xq)
-        ptx.sync_cta()
-        _place_states(at, 0, xq, scale)
-        for u in range(4):
-            _second_pass(at, h[u], u, DV, xu)
+    states = []
+    if alone:  # half of the rows at a time: registers are short
+        h = [_in_turn(at, *x) for x in h]
+        for rows in (range(4), range(4, 8)):
+            xq, xu = ({j: ptx.zeros(4) for j in rows} for _ in range(2))
+            for u in range(4):
+                _second_pass(at, h[u], u, xq, xu)
+            states += _from_states(at, scale, xq, xu)
+    else:
+        xq, xu = ({j: ptx.zeros(4) for j in range(8)} for _ in range(2))
     for piece in () if alone else reversed(pieces):
         if piece + 1 < len(pieces):
             ptx.sync_cta()
@@ -408,14 +403,14 @@ def _value_side(cfg, locate, n_t, scale):
                 _copy_last(cfg, io, at)
         for u in range(4):
             h = _in_turn(at, *_state(cfg, io.h, piece, u))
-            _second_pass(at, h, u, 0, xq)
-            _second_pass(at, h, u, DV, xu)
+            _second_pass(at, h, u, xq, xu)
     ptx.wait_group(0)
     ptx.sync_cta()
     io, at = locate(14)
-    if not alone:
-        _place_states(at, 0, xq, scale)
-    _place_states(at, DV, xu, -1.0)
+    states = states or _from_states(at, scale, xq, xu)
+    for b in range(4):
+        for x, place in enumerate((0, DV)):
+            put_turned(at.turned + place + b * 512, states[2 * b][x] + states[2 * b + 1][x])
     found = _sources(cfg, at, xd, sums.tail)
     ptx.sync_warp()
     return (*found, yv)
