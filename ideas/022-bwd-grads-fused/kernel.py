@@ -73,6 +73,7 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import (
 from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
+EARLY = 2  # of four parts of a piece of h, asked for before the first pass ends
 # Shared memory, 115,328 bytes: 021's, with other tenants. WARP bytes for each of 8 warps, of which
 #       0..4095   8 rows of do, and from DV on of dv and then y; after the second pass xq and xu, 512 bytes for 8 rows;
 #                 a block's, once it has read them, take q and k of the block before it
@@ -96,6 +97,15 @@ def put_rows(addr, x):
     n = len(x)
     regs = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
     _ptx(f"stmatrix.sync.aligned.m8n8.x{n}.shared.b16 [{{$r0}}], {{{regs}}};", read_only_args=[addr, *x])
+
+
+def load_state(address, off):
+    """16 bytes that nobody else of the multiprocessor reads, and not this thread soon again."""
+    return _ptx(
+        f"ld.global.L1::no_allocate.L2::128B.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{off}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
 
 
 # ============================================================================================================== copies
@@ -210,7 +220,7 @@ def _solve(cfg, io, at, piece, pairs):
 # 16 bytes, of one row of h or dh as of one of do, y or v_new: operands of two products of 16.
 def _state(cfg, base, piece, u):
     """32 columns of two of the warp's 16 rows of h or dh, in four registers each: also B fragments of two products."""
-    return [ptx.load_row("b32", 4, Uint32, base, piece * 256 + u * 64 + i * 16 * cfg.V, Int32(1), 0) for i in range(2)]
+    return [load_state(base, piece * 256 + u * 64 + i * 16 * cfg.V) for i in range(2)]
 
 
 def _in_turn(at, x, y):
@@ -263,8 +273,8 @@ def _second_pass(at, h, u, xq, xu):
 
 
 def _place_pairs(at, de, scale):
-    """D and E of the warp's 8 rows from [do; y] v_new^T; of the 8 x 8 blocks on the diagonal also, to the right of them,
-    what rounding leaves; and D's diagonal. Nobody reads anything else above the diagonal."""
+    """D and E of the warp's 8 rows from [do; y] v_new^T; of the 8 x 8 blocks on the diagonal also, to the right of
+    them, what rounding leaves; and D's diagonal. Nobody reads anything else above the diagonal."""
     warp, lane, r, q = at.warp, at.lane, at.lane // 4, at.lane % 4
     factors, here, to = [scale, scale, Float32(-1.0), Float32(-1.0)], de[0], at.matrices + warp * 8 * PITCH
     for n in (0, 4):
@@ -364,27 +374,19 @@ def _value_side(cfg, locate, n_t, scale):
         for w in range(8):
             yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
         _first_pass(cfg, io, at, piece, sums, None if piece else dh)
-    if alone:
-        h = [_state(cfg, io.h, 0, u) for u in range(4)]
+    early = [_state(cfg, io.h, len(pieces) - 1, u) for u in range(EARLY)]
     ptx.wait_group(2 if alone else 0)
     ptx.sync_cta()
+    io, at = locate(13)
     for b in range(4):
         _copy_block(cfg, io, at, b, XD + b * 512, io.k)
     ptx.commit()
     _place_pairs(at, sums.de, scale)
     xd = _through_states(at, sums.xd)
+    at.nothing = at.nothing & functools.reduce(lambda x, y: x ^ y, xd)  # so that they are packed first
 
-    states = []
-    if alone:  # half of the rows at a time: registers are short
-        h = [_in_turn(at, *x) for x in h]
-        for rows in (range(4), range(4, 8)):
-            xq, xu = ({j: ptx.zeros(4) for j in rows} for _ in range(2))
-            for u in range(4):
-                _second_pass(at, h[u], u, xq, xu)
-            states += _from_states(at, scale, xq, xu)
-    else:
-        xq, xu = ({j: ptx.zeros(4) for j in range(8)} for _ in range(2))
-    for piece in () if alone else reversed(pieces):
+    xq, xu = ({j: ptx.zeros(4) for j in range(8)} for _ in range(2))
+    for piece in reversed(pieces):
         if piece + 1 < len(pieces):
             ptx.sync_cta()
             io, at = locate(4 + piece)
@@ -402,12 +404,12 @@ def _value_side(cfg, locate, n_t, scale):
             if not piece:
                 _copy_last(cfg, io, at)
         for u in range(4):
-            h = _in_turn(at, *_state(cfg, io.h, piece, u))
+            h = _in_turn(at, *(early[u] if u < EARLY and piece + 1 == len(pieces) else _state(cfg, io.h, piece, u)))
             _second_pass(at, h, u, xq, xu)
     ptx.wait_group(0)
     ptx.sync_cta()
     io, at = locate(14)
-    states = states or _from_states(at, scale, xq, xu)
+    states = _from_states(at, scale, xq, xu)
     for b in range(4):
         for x, place in enumerate((0, DV)):
             put_turned(at.turned + place + b * 512, states[2 * b][x] + states[2 * b + 1][x])

@@ -14,7 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "put_rows", "of_lane", "sum_later_lanes", "bound_pairs"}  # that a kernel's own file may have
+OWN = {"put_turned", "put_rows", "load_state", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
 active = np.ones(THREADS, bool)
 
 
@@ -119,6 +119,9 @@ class Ptx:
         if live.any():
             out[live] = self.gmem.read(threads(address + off, np.int64)[live], 4 * n, KINDS[kind])
         return list(out.T) if n > 1 else out[:, 0]
+
+    def load_state(self, address, off):
+        return list(self.gmem.read(threads(address + off, np.int64), 16, np.uint32).T)
 
     def store_row(self, kind, address, off, left, row, *x):
         live = threads(left, np.int32) > row
