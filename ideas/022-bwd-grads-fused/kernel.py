@@ -171,10 +171,10 @@ def _copy_last(cfg, io, at):
 
 
 # ======================================================================================== y = Akk^T dv, 16 columns of V
-def _solved(at, pairs):
-    """y of the warp's columns, of `pairs` of 32 rows each: [16 rows][8 columns] C fragments."""
-    y = {r: [ptx.zeros(4), ptx.zeros(4)] for p in pairs for r in (2 * p, 2 * p + 1)}
-    for t in range(2 * pairs[0], 4):
+def _solved(at, half):
+    """y of the warp's columns, in two blocks of 16 rows: [8 columns] C fragments."""
+    y = {r: [ptx.zeros(4), ptx.zeros(4)] for r in (2 * half, 2 * half + 1)}
+    for t in range(2 * half, 4):
         b = ptx.ldmatrix_n(at.tile + DV + 2 * t * WARP, 4, True)
         for r in filter(lambda r: r <= t, y):
             a = ptx.ldmatrix_n(at.system[r] + 2 * t * WARP, 4, True)
@@ -195,24 +195,23 @@ def _fragment(x):
     return [lo[0], lo[1], hi[0], hi[1]]
 
 
-def _solve(cfg, io, at, piece, pairs):
-    """y of some rows, in dv's place; dv of the call's, by way of v's place; a warp's share of y v."""
-    y, q = _solved(at, pairs), at.lane % 4
-    for p in pairs:
-        sums = []
-        for r in (2 * p, 2 * p + 1):
-            x = ptx.ldmatrix_n(at.v_tile + r * 4096, 4, False)
-            x = [_times(a, _quads(x[2 * n : 2 * n + 2])) for n, a in enumerate(y[r])]
-            sums.append(_halved(q % 2, *[x[0][i] + x[0][i + 1] + x[1][i] + x[1][i + 1] for i in (0, 2)], 1))
-        ptx.sts1(at.yv + p * 128, _halved(q // 2, *sums, 2))
+def _solve(cfg, io, at, piece, half):
+    """y of half of the rows, in dv's place: later ones do without; dv of the call's, by way of v's place; a warp's
+    share of y v."""
+    y, q, sums = _solved(at, half), at.lane % 4, []
+    for r, x in y.items():
+        v = ptx.ldmatrix_n(at.v_tile + r * 4096, 4, False)
+        v = [_times(x[n], _quads(v[2 * n : 2 * n + 2])) for n in range(2)]
+        sums.append(_halved(q % 2, *[v[0][i] + v[0][i + 1] + v[1][i] + v[1][i + 1] for i in (0, 2)], 1))
+    ptx.sts1(at.yv + half * 128, _halved(q // 2, *sums, 2))
     _place_y(at, y)
     for r, x in y.items():
         beta = [ptx.lds1(at.betas + r * 256 + i * 128) for i in range(2)]
         put_rows(at.v_tile + r * 4096, _fragment([_times(z, [beta[0]] * 2 + [beta[1]] * 2) for z in x]))
     ptx.sync_warp()
-    for m in y:
-        out = ptx.lds_frag(at.sixteen + m * 4096)
-        ptx.store_row("b32", io.v_out + at.value, 16 * m * at.sV + piece * 256, at.left, 16 * m, *out)
+    for r in y:
+        out = ptx.lds_frag(at.sixteen + r * 4096)
+        ptx.store_row("b32", io.v_out + at.value, 16 * r * at.sV + piece * 256, at.left, 16 * r, *out)
 
 
 # ============================================================================================== products along V, twice
@@ -263,11 +262,10 @@ def _first_pass(cfg, io, at, piece, sums, dh):
 
 
 def _second_pass(at, h, u, xq, xu):
-    """h do^T and h y^T, of the rows that the sums are for."""
-    for j in xq:
-        off = j * WARP + u // 2 * 128
+    """h do^T and h y^T."""
+    for j in range(8):
         for sums, place in ((xq, 0), (xu, DV)):
-            x = ptx.lds_frag(at.half[u % 2] + place + off)
+            x = ptx.lds_frag(at.half[u % 2] + place + j * WARP + u // 2 * 128)
             for s in range(2):
                 sums[j] = ptx.mma16(sums[j], h[s], x[2 * s : 2 * s + 2])
 
@@ -327,92 +325,105 @@ def _sources(cfg, at, xd, tail):
     return sources, [_below(ends[m], ends[m - 1]) for m in (1, 2)], [ptx.sum_lanes(x, 1, 2) for x in total]
 
 
-def _from_states(at, scale, xq, xu):
-    """The states' parts of dq and of dk that beta multiplies, packed: a list of rows' of both."""
-    out = []
-    for j in xq:
-        up = [ptx.ex2(x) for x in _gates(at, j)]
-        out.append((_packed(_times(xq[j], [x * scale for x in up])), _packed(_times(xu[j], [-x for x in up]))))
-    return out
+def _place_states(at, scale, xq, xu):
+    """The states' parts of dq and of dk that beta multiplies, over the tiles that they came from."""
+    for b in range(4):
+        x, z = [], []
+        for j in (2 * b, 2 * b + 1):
+            up = [ptx.ex2(y) for y in _gates(at, j)]
+            x += _packed(_times(xq[j], [y * scale for y in up]))
+            z += _packed(_times(xu[j], [-y for y in up]))
+        put_turned(at.turned + b * 512, x)
+        put_turned(at.turned + DV + b * 512, z)
 
 
-def _value_side(cfg, locate, n_t, scale):
-    """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
-    `_sources`' and, of row tid % 64, y v."""
-    pieces, alone = range(cfg.V // 128), cfg.V == 128
+def _first_sweep(cfg, locate, n_t, values):
+    """D, E and dk through kg before they are scaled, sums of h dh, and, of row tid % 64, y v. Asks for all that there
+    is room for at once; what is wanted first is waited for first."""
     io, at = locate(0)
-    dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # asked for first: registers are free
     sums, yv = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8), Float32(0.0)
-    for piece in pieces:
+    for piece in range(cfg.V // 128):
         if piece:
             ptx.sync_cta()
             io, at = locate(piece)
         else:
             _copy_system(cfg, io, at, n_t)
-        copy = functools.partial(_copy_tile, cfg, io, at, n_t)
-        copy(DV, io.dv, piece)
-        copy(8 * WARP, io.v, piece, 2048)
+        _copy_tile(cfg, io, at, n_t, DV, io.dv, piece)
+        _copy_tile(cfg, io, at, n_t, 8 * WARP, io.v, piece, 2048)
         ptx.commit()
-        copy(0, io.do, piece)
-        copy(XD, io.vn, piece)
+        _copy_tile(cfg, io, at, n_t, 0, io.do, piece)
+        _copy_tile(cfg, io, at, n_t, XD, io.vn, piece)
         ptx.commit()
+        dh = None
         if not piece:
             _copy_gates(cfg, io, at, n_t)
             ptx.commit()
+            dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # registers are free yet
+            _row_values(at, at.tid, values)
+        ptx.wait_group(1 if piece else 2)
+        ptx.sync_cta()
+        for half in range(2):
+            _solve(cfg, io, at, piece, half)
+        if not piece:
             dh, hh = [_in_turn(at, *x) for x in dh], [ptx.zeros(4), ptx.zeros(4)]
             for x, y in zip(dh, h, strict=True):
                 _add_diagonals(hh, x, y)
             sums.tail = _diagonals(at.lane, hh)
-        ptx.wait_group(1 if piece else 2)
-        ptx.sync_cta()
-        for pairs in ((0,), (1,)) if piece else ((0, 1),):  # sums of the pieces before take registers
-            _solve(cfg, io, at, piece, pairs)
         ptx.wait_group(0 if piece else 1)
         ptx.sync_cta()
-        if alone:
+        if cfg.V == 128:
             _copy_last(cfg, io, at)
         for w in range(8):
             yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
-        _first_pass(cfg, io, at, piece, sums, None if piece else dh)
-    early = [_state(cfg, io.h, len(pieces) - 1, u) for u in range(EARLY)]
-    ptx.wait_group(2 if alone else 0)
-    ptx.sync_cta()
-    io, at = locate(13)
-    for b in range(4):
-        _copy_block(cfg, io, at, b, XD + b * 512, io.k)
-    ptx.commit()
-    _place_pairs(at, sums.de, scale)
-    xd = _through_states(at, sums.xd)
-    at.nothing = at.nothing & functools.reduce(lambda x, y: x ^ y, xd)  # so that they are packed first
+        _first_pass(cfg, io, at, piece, sums, dh)
+    return sums, yv
 
-    xq, xu = ({j: ptx.zeros(4) for j in range(8)} for _ in range(2))
-    for piece in reversed(pieces):
-        if piece + 1 < len(pieces):
+
+def _second_sweep(cfg, locate, n_t, io, at, early):
+    """The states' parts of dq and of dk that beta multiplies, before they are scaled: from the last piece of V, which
+    is still there, to the first."""
+    xq, xu, last = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8, cfg.V // 128 - 1
+    for piece in range(last, -1, -1):
+        if piece < last:
             ptx.sync_cta()
             io, at = locate(4 + piece)
-            copy = functools.partial(_copy_tile, cfg, io, at, n_t)
-            copy(DV, io.dv, piece)
+            _copy_tile(cfg, io, at, n_t, DV, io.dv, piece)
             ptx.commit()
-            copy(0, io.do, piece)
+            _copy_tile(cfg, io, at, n_t, 0, io.do, piece)
             ptx.commit()
             ptx.wait_group(1)
             ptx.sync_cta()
-            for pairs in ((0,), (1,)):
-                _place_y(at, _solved(at, pairs))
+            for half in range(2):
+                _place_y(at, _solved(at, half))
             ptx.wait_group(0)
             ptx.sync_cta()
             if not piece:
                 _copy_last(cfg, io, at)
         for u in range(4):
-            h = _in_turn(at, *(early[u] if u < EARLY and piece + 1 == len(pieces) else _state(cfg, io.h, piece, u)))
-            _second_pass(at, h, u, xq, xu)
+            h = early[u] if piece == last and u < EARLY else _state(cfg, io.h, piece, u)
+            _second_pass(at, _in_turn(at, *h), u, xq, xu)
+    return xq, xu
+
+
+def _value_side(cfg, locate, n_t, scale, values):
+    """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
+    `_sources`' and, of row tid % 64, y v."""
+    sums, yv = _first_sweep(cfg, locate, n_t, values)
+    io, at = locate(13)
+    early = [_state(cfg, io.h, cfg.V // 128 - 1, u) for u in range(EARLY)]
+    ptx.wait_group(2 if cfg.V == 128 else 0)
+    ptx.sync_cta()
+    for b in range(4):
+        _copy_block(cfg, io, at, b, XD + b * 512, io.k)
+    ptx.commit()
+    _place_pairs(at, sums.de, scale)
+    xd = _through_states(at, sums.xd)
+    at.nothing = at.nothing & functools.reduce(lambda x, y: x ^ y, xd)  # no product of h before they are packed
+    xq, xu = _second_sweep(cfg, locate, n_t, io, at, early)
     ptx.wait_group(0)
     ptx.sync_cta()
-    io, at = locate(14)
-    states = _from_states(at, scale, xq, xu)
-    for b in range(4):
-        for x, place in enumerate((0, DV)):
-            put_turned(at.turned + place + b * 512, states[2 * b][x] + states[2 * b + 1][x])
+    _, at = locate(14)
+    _place_states(at, scale, xq, xu)
     found = _sources(cfg, at, xd, sums.tail)
     ptx.sync_warp()
     return (*found, yv)
@@ -624,8 +635,8 @@ def _kernel(
     values = [Float32(mBeta[token]), zero, zero, zero]
     if const_expr(cfg.scaled):
         values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
-    _row_values(locate(0)[1], tid, [ptx.pick(lives, values[0], zero), *values[1:]])
-    *shared, yv = _value_side(cfg, locate, n_t, scale)
+    values[0] = ptx.pick(lives, values[0], zero)
+    *shared, yv = _value_side(cfg, locate, n_t, scale, values)
     io, at = locate(15)
     tid, lane = at.tid, at.lane
     rate = Float32(1.0)
