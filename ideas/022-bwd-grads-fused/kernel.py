@@ -376,7 +376,7 @@ def _first_sweep(cfg, locate, n_t, values):
         for w in range(8):
             yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
         _first_pass(cfg, io, at, piece, sums, dh)
-    return sums, yv
+    return sums, yv, [_state(cfg, io.h, cfg.V // 128 - 1, u) for u in range(EARLY)]
 
 
 def _second_sweep(cfg, locate, n_t, io, at, early):
@@ -408,11 +408,10 @@ def _second_sweep(cfg, locate, n_t, io, at, early):
 def _value_side(cfg, locate, n_t, scale, values):
     """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
     `_sources`' and, of row tid % 64, y v."""
-    sums, yv = _first_sweep(cfg, locate, n_t, values)
-    io, at = locate(13)
-    early = [_state(cfg, io.h, cfg.V // 128 - 1, u) for u in range(EARLY)]
+    sums, yv, early = _first_sweep(cfg, locate, n_t, values)
     ptx.wait_group(2 if cfg.V == 128 else 0)
     ptx.sync_cta()
+    io, at = locate(13)
     for b in range(4):
         _copy_block(cfg, io, at, b, XD + b * 512, io.k)
     ptx.commit()
