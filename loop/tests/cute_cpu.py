@@ -14,7 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "of_lane", "sum_later_lanes", "bound_pairs"}  # instructions that a kernel's own file may have
+OWN = {"put_turned", "put_rows", "load_state", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
 active = np.ones(THREADS, bool)
 
 
@@ -116,8 +116,12 @@ class Ptx:
 
     def load_row(self, kind, n, dtype, address, off, left, row):
         live, out = threads(left, np.int32) > row, np.zeros((THREADS, n), KINDS[kind])
-        out[live] = self.gmem.read(threads(address + off, np.int64)[live], 4 * n, KINDS[kind])
+        if live.any():
+            out[live] = self.gmem.read(threads(address + off, np.int64)[live], 4 * n, KINDS[kind])
         return list(out.T) if n > 1 else out[:, 0]
+
+    def load_state(self, address, off):
+        return list(self.gmem.read(threads(address + off, np.int64), 16, np.uint32).T)
 
     def store_row(self, kind, address, off, left, row, *x):
         live = threads(left, np.int32) > row
@@ -200,10 +204,15 @@ class Ptx:
         tiles = as_float(rows.astype(np.uint32) << 16).reshape(rows.shape)
         return [self.lanes(tiles[:, i].transpose(0, 2, 1) if transposed else tiles[:, i]) for i in range(n)]
 
+    def put(self, address, tiles):
+        address = threads(address, np.int64).reshape(WARPS, 4, 8)[:, : len(tiles)].reshape(-1)
+        self.smem.write(address, round_bf16_any(np.stack(tiles, 1)).astype(np.uint16).reshape(-1, 8))
+
     def put_turned(self, address, x):
-        address = threads(address, np.int64).reshape(WARPS, 4, 8)[:, : len(x)].reshape(-1)
-        tiles = np.stack([self.tile(y).transpose(0, 2, 1) for y in x], 1)
-        self.smem.write(address, round_bf16_any(tiles).astype(np.uint16).reshape(-1, 8))
+        self.put(address, [self.tile(y).transpose(0, 2, 1) for y in x])
+
+    def put_rows(self, address, x):
+        self.put(address, [self.tile(y) for y in x])
 
     def product(self, c, a, b):
         c = np.stack([threads(x, np.float32) for x in c], 1).reshape(WARPS, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)

@@ -81,6 +81,11 @@ class Ptx(cute_cpu.Ptx):
         self.writes(np.broadcast_to(address, live.shape)[live], 16, T[live])
         super().put_turned(address, x)
 
+    def put_rows(self, address, x):
+        live = 8 * len(x) > cute_cpu.LANE
+        self.writes(np.broadcast_to(address, live.shape)[live], 16, T[live])
+        super().put_rows(address, x)
+
     def copy(self, to, address, n, l2="", live=True):
         self.writes(to, n)
         super().copy(to, address, n, l2, live)
