@@ -226,10 +226,10 @@ def test_a_baseline_that_passes_beside_an_arm_that_declined_is_no_success(ladder
     from loop.tests.conftest import GOOD_KERNEL
 
     add_idea(source=GOOD_KERNEL.replace("p.K <= 256", "p.K > 256"))
-    for impl, expected in (("005", 1), ("000,005", 1), ("000", 0)):
+    for impl in ("005", "000,005"):
         flags = ("--case", "tiny", "--mode", "fwd", "--blocks", "1", "--out", str(tmp_path / impl))
         code, out, err = ladder("bench", "kda", "--impl", impl, *flags)
-        assert code == expected, err
+        assert code == 1, err
         assert "UNSUPPORTED" in out
         assert [r.status for r in rows.read(tmp_path / impl)] == ["PASSED", "UNSUPPORTED"]
 
