@@ -9,6 +9,7 @@ the budget, fla's error."""
 
 import math
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 import torch
 
@@ -113,20 +114,18 @@ def pool(differences: list[Difference]) -> Difference:
     """One error for several seeds, as if they were one tensor; the worst position is the worst seed's."""
     worst = max(differences, key=lambda d: d.rel_rms)
     numbers = sum(d.numbers for d in differences)
-    error, size = (
-        math.sqrt(sum(d.numbers * x(d) ** 2 for d in differences) / max(numbers, 1)) for x in (_error, _size)
-    )
-    relative = math.inf if math.isinf(error) else _relative(error, size)
-    bad, top = sum(d.bad for d in differences), max(d.fourth for d in differences) or 1.0
-    own, fourth = (
-        top * (sum(d.numbers * (x / top) ** power for d, x in of) / max(numbers, 1)) ** (1 / power)
-        for power, of in ((2, [(d, d.own) for d in differences]), (4, [(d, d.fourth) for d in differences]))
-    )
+    error, size, own = (_mean(differences, of, 2) for of in (attrgetter("error"), _size, attrgetter("own")))
+    relative, bad = math.inf if math.isinf(error) else _relative(error, size), sum(d.bad for d in differences)
+    fourth = _mean(differences, attrgetter("fourth"), 4)
     return Difference(relative, worst.max_abs, worst.worst, numbers, error, size, bad, own, fourth)
 
 
-def _error(d: Difference) -> float:
-    return d.error
+def _mean(differences: list[Difference], of, power: int) -> float:
+    """The root of the mean of `of`'s powers over all entries, scaled as in `rms`."""
+    top, numbers = max(map(of, differences)), max(sum(d.numbers for d in differences), 1)
+    if top == 0 or math.isinf(top):
+        return top
+    return top * (sum(d.numbers * (of(d) / top) ** power for d in differences) / numbers) ** (1 / power)
 
 
 def _size(d: Difference) -> float:

@@ -87,7 +87,7 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
     logging.getLogger("papermill").setLevel(logging.ERROR)
     progress, log = _Progress(nb, on_cell), executed.with_name(KERNEL_LOG)
     try:
-        with tempfile.TemporaryDirectory(prefix="loop-") as sockets, log.open("wb") as said:
+        with log.open("wb") as said, tempfile.TemporaryDirectory(prefix="loop-") as sockets:
             papermill.engines.papermill_engines.register("loop", _engine(progress, said))
             papermill.execute_notebook(
                 nb,
@@ -110,7 +110,7 @@ def execute(nb, executed: Path, parameters, timeout, on_cell) -> tuple[str, str]
     except RuntimeError as e:  # DeadKernelError, or a kernel that died before it answered
         return "KERNEL_DIED", f"{progress.where()}: {one_line(str(e))}"
     finally:
-        if not log.stat().st_size:
+        if log.exists() and not log.stat().st_size:
             log.unlink()
     return None
 

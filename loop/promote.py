@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loop import contract, env, registry, rows, rules
 from loop.registry import root
-from loop.sources import package_family, shipped
+from loop.sources import listed, package_family, shipped
 
 AS_FAST = 0.99  # where the interval of the ratio to the package may begin, with a reason
 REASON = 100  # characters
@@ -106,21 +106,15 @@ def _objection(row: rows.Row, idea: registry.Idea, least: float | None) -> str:
     if hashlib.sha256(blob).hexdigest() != row.code_sha:
         return f"names commit {commit[:12]}, whose kernel.py is another one: the tree was dirty"
     if row.baseline == "ship":
-        then = {module for module, _ in _overlapping(idea, _shipped_at(idea.family, commit))}
-        since = [module for module, _ in _overlapping(idea, shipped(idea.family)) if module not in then]
+        provenance = (package_family(idea.family) / "_provenance.py").relative_to(root())
+        then = _overlapping(idea, listed(env.git("show", f"{commit}:{provenance}") or ""))
+        since = [module for module in _overlapping(idea, shipped(idea.family)) if module not in then]
         if since:
             return f"was measured before {since[0]} shipped, whose place it would take; {_how(idea, 'ship')}"
     return ""
 
 
-def _shipped_at(family: str, commit: str) -> tuple:
-    """The family's SHIPPED list as it was in a commit."""
-    text, space = env.git("show", f"{commit}:package/src/kernel_fun/{family}/_provenance.py"), {}
-    exec(text or "SHIPPED = ()", space)
-    return space["SHIPPED"]
-
-
-def failed(idea: registry.Idea, found: list[rows.Row]) -> list[str]:
+def _failed(idea: registry.Idea, found: list[rows.Row]) -> list[str]:
     """Cases at which the newest GPU row of the present source, a check's or a time's, is a failure."""
     sha, last = registry.source_sha(idea.id), {}
     for r in found:
@@ -141,19 +135,14 @@ def missing(idea: registry.Idea, found: list[rows.Row], as_fast: str = "") -> tu
     if _overlapping(idea, shipped(idea.family)):
         better, why = evidence(idea, found, "ship", AS_FAST if as_fast else None)
         good, lacks = good + better, lacks + why
-    return good, lacks + failed(idea, found) + _unshipped(idea) + _unwritten(idea) + registry.lint(idea.id)
+    return good, lacks + _failed(idea, found) + _unshipped(idea) + _unwritten(idea) + registry.lint(idea.id)
 
 
-def _overlapping(idea: registry.Idea, listed: Iterable) -> list[tuple[str, str]]:
-    """(module, idea) of the promoted kernels of other ideas that stand for some of this idea's stages: what it would
-    take the place of."""
+def _overlapping(idea: registry.Idea, promoted: Iterable) -> list[str]:
+    """The kernels of other ideas that stand for some of this idea's stages: what it would take the place of."""
     stages = {name for span in idea.spans for name in contract.parse_span(idea.family, span)}
-    others = [s for s in listed if s.idea != idea.name]
-    return [
-        (s.module, s.idea)
-        for s in others
-        if any(stages.intersection(contract.parse_span(idea.family, x)) for x in s.spans)
-    ]
+    others = [s for s in promoted if s.idea != idea.name]
+    return [s.module for s in others if any(stages.intersection(contract.parse_span(idea.family, x)) for x in s.spans)]
 
 
 def _unshipped(idea: registry.Idea) -> list[str]:

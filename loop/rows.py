@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from loop.registry import root
+from loop.registry import BASELINE, root
 
 SCHEMA = 1
 Mode = Literal["fwd", "bwd", "fwdbwd", "fwd-loop", "bwd-loop", "fwdbwd-loop"]
@@ -244,7 +244,7 @@ class Writer:
 def all_passed(found: Sequence[Row], asked: Iterable[str] | None = None) -> bool:
     """Did an arm that was asked for (None: any; fla itself only if nothing else was) pass, and none but decline?"""
     passed = {row.arm for row in found if row.status == "PASSED"}
-    good = passed if asked is None else passed.intersection({*asked} - {"000"} or asked)
+    good = passed if asked is None else passed.intersection({*asked} - {BASELINE} or asked)
     return bool(good) and all(row.status in ("PASSED", "UNSUPPORTED") for row in found)
 
 

@@ -79,7 +79,7 @@ def run(
     """Execute `ideas/NNN-slug/bench.ipynb`. ValueError: unknown idea, unwritable output."""
     folder = registry.folder(idea)
     notebook = notebook_of(folder)
-    return runnotebook_of(
+    return run_notebook(
         notebook, idea=folder.name.partition("-")[0], parameters=parameters, out=out, timeout=timeout, on_cell=on_cell
     )
 
@@ -92,7 +92,7 @@ def notebook_of(folder: Path) -> Path:
     return path
 
 
-def runnotebook_of(
+def run_notebook(
     notebook: Path,
     *,
     idea: str,

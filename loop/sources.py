@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.metadata
-import runpy
 from pathlib import Path
 
 from loop import registry
@@ -40,7 +39,14 @@ def package_family(family: str) -> Path:
 def shipped(family: str) -> tuple:
     """The family's SHIPPED list as it is on disk."""
     path = package_family(family) / "_provenance.py"
-    return tuple(runpy.run_path(str(path))["SHIPPED"]) if path.exists() else ()
+    return listed(path.read_text(encoding="utf-8") if path.exists() else "")
+
+
+def listed(provenance: str) -> tuple:
+    """The SHIPPED list of a `_provenance.py`, from its text; empty where there is none."""
+    space = {"__name__": "_provenance"}
+    exec(provenance or "SHIPPED = ()", space)
+    return tuple(space["SHIPPED"])
 
 
 # Of the package, what decides a result or its time: the kernels, and what chooses, orders and launches them.

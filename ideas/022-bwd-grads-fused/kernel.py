@@ -12,12 +12,10 @@ Constraints: sm_90, K = 128, V a multiple of 128 up to 512, bf16. Any gate (expo
 """
 
 import functools
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 import torch
-import triton
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from kernel_fun._common import cutecall, ptx
@@ -40,15 +38,13 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _times,
 )
 from kernel_fun.kda.stages.k015_bwd_keys import supports as parents_supports
-from kernel_fun.kda.stages.k019_bwd_keys_exact import GROUP_ROWS, group_kernel
 from kernel_fun.kda.stages.k019_bwd_keys_exact import _Config as ParentsConfig
+from kernel_fun.kda.stages.k019_bwd_keys_exact import group_kernel
 from kernel_fun.kda.stages.k021_bwd_keys_turned import (
     BIAS,
     E_AT,
     GK,
     STRETCH,
-    SUMS_COLUMNS,
-    SUMS_ROWS,
     XD,
     XG,
     XS,
@@ -70,6 +66,7 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import (
     sum_later_lanes,
     sums_kernel,
 )
+from kernel_fun.kda.stages.k021_bwd_keys_turned import _of as parents_of
 from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
@@ -697,8 +694,9 @@ def run(
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
     ddt_bias."""
     has_A, has_bias = A_log is not None, dt_bias is not None
-    of = _of(p, has_A, has_bias)
-    dA, dbias = (gk.new_empty(n) if n else None for n in of.partial)
+    of = parents_of(p, has_A, has_bias)
+    _, n_bias, n_A, _ = of.singles
+    dA, dbias = (gk.new_empty(n) if n else None for n in (n_A, n_bias))
     dv_out = v.new_empty(v.shape)
     dq, dk, dg = (torch.empty_like(gk, dtype=dtype) for dtype in (p.dtype, p.dtype, p.g_dtype))
     dbeta = torch.empty_like(beta, dtype=p.beta_dtype)
@@ -709,7 +707,8 @@ def run(
     )
     tensors = [f32 if x is None else cutecall.flat(x) for x in given]
     tensors += [i64 if x is None else cutecall.flat(x) for x in (cu_seqlens, chunk_indices)]
-    _compile(of.key, tuple([x.dtype for x in tensors]))(*tensors, *of.numbers)
+    kernel = _compile((*of.key, p.V), tuple([x.dtype for x in tensors]))
+    kernel(*tensors, p.T, p.scale, *of.numbers[1:])
     if p.varlen:
         launch(zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T, **of.zero)
     if p.HV != p.H:  # the norm is applied to a group's sum
@@ -722,26 +721,6 @@ def run(
     if has_A or has_bias:
         launch(sums_kernel, of.sums_grid, dA, dbias, dA_log, ddt_bias, p.NT, **of.sums)
     return {"dq": dq, "dk": dk, "dv": dv_out, "dg": dg, "dbeta": dbeta, "dA_log": dA_log, "ddt_bias": ddt_bias}
-
-
-@functools.lru_cache(maxsize=4096)  # packed batches are a new problem nearly every time
-def _of(p, has_A, has_bias):
-    """What calls of a problem have in common: sizes, grids, and what kernels are specialised for."""
-    chunks, rows = p.NT * p.HV, 1 if p.varlen else p.B  # rows: the grid's second axis
-    lower_bound = 0.0 if p.lower_bound is None else p.lower_bound
-    shape = {"HV": p.HV, "K": p.K}
-    return SimpleNamespace(
-        partial=(chunks * 8 * has_A, chunks * p.K * has_bias),
-        key=(p.varlen, p.gate, p.l2norm, p.beta_sigmoid, has_A, has_bias, p.g_dtype.itemsize, p.H, p.HV, p.V),
-        numbers=(p.T, p.scale, lower_bound, p.beta_scale, chunks // rows, rows),
-        zero=shape | {"V": p.V, "num_warps": 4},
-        keys=p.B * p.T * p.H, group_grid=(triton.cdiv(p.B * p.T * p.H, GROUP_ROWS), 2),
-        group={"H": p.H, "G": p.HV // p.H, "K": p.K, "NORM": p.l2norm, "IS_VARLEN": p.varlen, "BR": GROUP_ROWS,
-               "num_warps": 4},
-        sums_grid=(p.HV * has_A + p.HV * (p.K // SUMS_COLUMNS) * has_bias,),
-        sums=shape | {"HAS_A": has_A, "HAS_BIAS": has_bias, "ROWS": SUMS_ROWS, "COLUMNS": SUMS_COLUMNS,
-                      "num_warps": 8},
-    )
 
 
 def supports(p):

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from loop import registry, spans
-from loop.tests import cute_cpu, cute_races
+from loop.tests import cute_banks, cute_cpu, cute_races
 from loop.tests.test_bwd_keys_exact_idea import SMALL as PARENTS
 from loop.tests.test_bwd_keys_idea import STEPS, pairs_in_fp64
 
@@ -145,42 +144,8 @@ def test_every_pair_leaves_dg_as_it_entered(name):
 def test_no_access_to_shared_memory_meets_a_bank_twice():
     """A warp's reads, what it turns and stores 16 bytes wide, take no more passes over the 32 banks than there are 128
     bytes; nor do copies."""
-    met = []
-
-    def note(address, size):
-        """Most words of one bank for lanes that are served together."""
-        address = np.broadcast_to(address, (cute_cpu.THREADS,)).astype(np.int64).reshape(-1, min(128 // size, 32))
-        for group in address[..., None] // 4 + np.arange(size // 4):
-            words = np.unique(group)
-            met.append(np.bincount(words % 32).max())
-
-    class Ptx(cute_cpu.Ptx):
-        def lds(self, address, n, dtype):
-            note(address, 4 * n)
-            return super().lds(address, n, dtype)
-
-        def sts_frag(self, address, x):
-            note(address, 16)
-            self.sts(address, x)
-
-        def copy(self, to, address, n, l2="", live=True):
-            note(to, n)
-            super().copy(to, address, n, l2, live)
-
-        def ldmatrix_n(self, address, n, transposed):
-            note(np.where(8 * n > cute_cpu.LANE, address, self.smem.start), 16)
-            return super().ldmatrix_n(address, n, transposed)
-
-        def put_turned(self, address, x):
-            note(np.where(8 * len(x) > cute_cpu.LANE, address, self.smem.start), 16)
-            super().put_turned(address, x)
-
-        def put_rows(self, address, x):
-            note(np.where(8 * len(x) > cute_cpu.LANE, address, self.smem.start), 16)
-            super().put_rows(address, x)
-
-    with mock.patch.object(cute_cpu, "Ptx", Ptx):
-        pairs_alone(STEPS["typical"])
+    names = ("lds", "sts_frag", "copy", "ldmatrix_n", "put_turned", "put_rows")
+    met = cute_banks.most(lambda: pairs_alone(STEPS["typical"]), names)
     assert met
     assert max(met) == 1
 

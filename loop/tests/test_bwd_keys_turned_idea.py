@@ -4,15 +4,13 @@ import re
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from loop import registry, spans
-from loop.tests import cute_cpu, cute_races, gluon_as_torch
+from loop.tests import cute_banks, cute_cpu, cute_races, gluon_as_torch
 from loop.tests.test_bwd_keys_exact_idea import SMALL, Both, pairs_alone, value_side
 from loop.tests.test_bwd_keys_idea import STEPS
 
@@ -99,30 +97,7 @@ def test_equal_keys_leave_no_gradient_where_nothing_passes():
 
 def test_no_access_to_shared_memory_meets_a_bank_twice():
     """A warp's reads, and what it turns, take no more passes over the 32 banks than there are 128 bytes."""
-    met = []
-
-    def note(address, size):
-        """Most words of one bank for lanes that are served together."""
-        address = np.broadcast_to(address, (cute_cpu.THREADS,)).astype(np.int64).reshape(-1, min(128 // size, 32))
-        for group in address[..., None] // 4 + np.arange(size // 4):
-            words = np.unique(group)
-            met.append(np.bincount(words % 32).max())
-
-    class Ptx(cute_cpu.Ptx):
-        def lds(self, address, n, dtype):
-            note(address, 4 * n)
-            return super().lds(address, n, dtype)
-
-        def ldmatrix_n(self, address, n, transposed):
-            note(np.where(8 * n > cute_cpu.LANE, address, self.smem.start), 16)
-            return super().ldmatrix_n(address, n, transposed)
-
-        def put_turned(self, address, x):
-            note(np.where(8 * len(x) > cute_cpu.LANE, address, self.smem.start), 16)
-            super().put_turned(address, x)
-
-    with mock.patch.object(cute_cpu, "Ptx", Ptx):
-        pairs_alone(STEPS["typical"])
+    met = cute_banks.most(lambda: pairs_alone(STEPS["typical"]), ("lds", "ldmatrix_n", "put_turned"))
     assert met
     assert max(met) == 1
 
