@@ -51,20 +51,25 @@ def listed(provenance: str) -> tuple:
 
 # Of the package, what decides a result or its time: the kernels, and what chooses, orders and launches them.
 _COMMON = (
-    "blocks", "cutecall", "dispatch", "launch", "packed", "passes", "plan", "problem", "promoted", "ptx",
-    "support", "tails", "tiles",
+    "blocks", "compat", "cute", "cutecall", "dispatch", "launch", "once", "packed", "passes", "plan", "problem",
+    "promoted", "ptx", "support", "tails", "tiles",
 )  # fmt: skip
-_FAMILY = ("autograd.py", "chain.py", "fla_stages.py", "stages/*.py")
+_FAMILY = ("autograd.py", "chain.py", "checks.py", "fla_stages.py", "ops.py", "stage.py", "stages/*.py")
+
+
+def ship_files(family: str) -> list[Path]:
+    """What `ship` hashes, sorted."""
+    folder = package_family(family)
+    found = [folder.parent / "_common" / f"{name}.py" for name in _COMMON]
+    found += [path for pattern in _FAMILY for path in folder.glob(pattern)]
+    return sorted(path for path in found if path.exists())
 
 
 def ship(family: str) -> str:
     """Hash of the package's source files that a family's op computes with, and of which kernel it prefers to which."""
-    folder = package_family(family)
-    package = folder.parent
-    found = [package / "_common" / f"{name}.py" for name in _COMMON]
-    found += [path for pattern in _FAMILY for path in folder.glob(pattern)]
+    package = package_family(family).parent
     digest = hashlib.sha256()
-    for path in sorted(p for p in found if p.exists()):
+    for path in ship_files(family):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     for entry in shipped(family):  # newest first; what its evidence says changes nothing
         digest.update(" ".join((entry.module, *getattr(entry, "beside", ()))).encode() + b"\0")

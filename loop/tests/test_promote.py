@@ -2,8 +2,8 @@
 afterwards.
 """
 
+import ast
 import hashlib
-import re
 import subprocess
 from pathlib import Path
 
@@ -333,15 +333,29 @@ def test_what_an_idea_builds_on_must_be_promoted(idea, good):
     assert "kernel.py imports k003_other, which is not promoted" in refusal([good()])
 
 
+def imported(path, package):
+    """The files of `package` that the module at `path` imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = path.parents[node.level - 1] if node.level else package.parent
+        base = base.joinpath(*(node.module or "").split("."))
+        found = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+        yield from (file for file in found if file.is_relative_to(package) and file.exists())
+
+
 @pytest.mark.parametrize("family", registry.FAMILIES)
-def test_the_hash_of_what_ships_covers_what_its_kernels_import(family):
+def test_the_hash_of_what_ships_covers_all_that_a_call_runs(family):
     package = Path(sources.__file__).parents[1] / "package" / "src" / "kernel_fun"
-    known = {path.stem for path in (package / "_common").glob("*.py")} - {"cute"}  # which says whether, not what
-    used = set()
-    for path in (package / family / "stages").glob("*.py"):
-        for line in re.findall(r"^from kernel_fun\._common.*$", path.read_text(), re.MULTILINE):
-            used |= known.intersection(re.findall(r"\w+", line))
-    assert used <= set(sources._COMMON)
+    todo = [package / family / "ops.py", *(package / family / "stages").glob("*.py")]
+    seen = set()
+    while todo:
+        if (path := todo.pop()) not in seen:
+            seen.add(path)
+            todo += imported(path, package)
+    left_out = seen - set(sources.ship_files(family))
+    assert {path.name for path in left_out} <= {"reference.py", "warming.py", "__init__.py"}  # CPU, and warmup
+    assert len(seen) > 15
 
 
 def test_the_hash_of_what_ships_covers_which_kernel_is_preferred_to_which(ladder_root):

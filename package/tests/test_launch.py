@@ -184,7 +184,7 @@ def ours(dtype=torch.bfloat16, rows=64, columns=64, shape=(128, 128)):
 
 
 ARGUMENTS = {
-    **{f"{n}": n for n in (-1, 0, 1, 7, 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62)},
+    **{f"{n}": n for n in (-1, 0, 1, 7, 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62, 2**63, 2**63 + 1)},
     **{repr(x): x for x in (None, True, False, 0.0, 1.0)},
     "fp32": buffer, "fp32, odd": buffer[1:], "fp32, 16 further": buffer[4:], "0-dim": torch.tensor(1.0),
     "bf16": torch.zeros(8, dtype=torch.bfloat16), "int64": torch.zeros(8, dtype=torch.int64),

@@ -63,7 +63,7 @@ def kinds(args) -> list:
         if kind is Tensor or isinstance(x, Tensor):
             kind = x.dtype if x.data_ptr() % 16 == 0 else _odd.setdefault(x.dtype, object())
         elif kind is int:
-            kind = 1 if x == 1 else (x % 16 == 0) * 2 + (x.bit_length() > 31) * 4
+            kind = 1 if x == 1 else (x % 16 == 0) * 2 + (x.bit_length() > 31) * 4 + (x.bit_length() > 63) * 8
         elif x is not None and not isinstance(x, (bool, float)):
             kind = getattr(x, "launch_kind", None) or tiles_kind(x)
         out.append(kind)
