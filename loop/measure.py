@@ -14,6 +14,7 @@ from .cases import Case
 from .verdict import Rejected, Status
 
 HEADS = 2  # groups of heads, or blocks of channels, that the oracle does of a large case
+TOKEN_HEADS = 1 << 21  # (tokens x value heads) that the baseline does at a time: as many as the largest production case
 PEER_SLACK = 10.0  # budgets allowed to a peer
 
 
@@ -67,9 +68,15 @@ class Measured:
         self.seconds[what] += time.perf_counter() - began
 
     def baseline_outputs(self, values: inputs.Inputs) -> dict:
+        """Of a KDA case beyond the production shapes a few heads at a time: a GPU has no room for fla's of them all."""
         from . import arms
 
-        return inputs.run(arms.make(self.case.family, self.baseline).op, values, self.grad)
+        case, op = self.case, arms.make(self.case.family, self.baseline).op
+        parts = oracle.head_parts(case, TOKEN_HEADS) if case.family == "kda" else []
+        if len(parts) < 2:
+            return inputs.run(op, values, self.grad)
+        pieces = [inputs.run(op, oracle.take(values, part), self.grad) for part in parts]
+        return oracle.put_together(case, pieces)
 
     def _check_other_heads(self, outputs: dict, theirs: dict) -> None:
         """Two that err so much each are no farther apart than both together; doubled for the scatter between heads."""

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
 
-from loop import cases, check, controls, inputs, measure, oracle, verdict
+from loop import arms, cases, check, compare, controls, inputs, measure, oracle, verdict
 from loop.verdict import CheckError, Status
 
 
@@ -303,3 +304,19 @@ def test_heads_outside_the_slice_are_held_against_the_baseline(monkeypatch):
     with pytest.raises(verdict.Rejected, match="over all heads") as info:
         session(bend).run()
     assert info.value.status is Status.WRONG_VALUE
+
+
+def test_the_baseline_does_a_few_heads_at_a_time_of_a_case_beyond_production_shapes(monkeypatch):
+    case, calls = cases.get("kda", "tiny_gva"), []
+    values, chain = inputs.make(case, 1), controls.honest("kda").op
+
+    def op(x, grad):
+        calls.append(x.case.HV)
+        return chain(x, grad)
+
+    monkeypatch.setattr(arms, "make", lambda family, name: types.SimpleNamespace(op=op))
+    whole = inputs.run(chain, values)
+    monkeypatch.setattr(measure, "TOKEN_HEADS", case.B * case.T * case.HV // case.H)
+    found = measure.Measured(case, tuple(whole), "000", True).baseline_outputs(values)
+    assert calls == [case.HV // case.H] * case.H
+    assert all(compare.difference(found[n], t).rel_rms < 1e-5 for n, t in whole.items() if t is not None)
