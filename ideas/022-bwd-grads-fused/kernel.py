@@ -69,8 +69,8 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
 V = 128  # what is instantiated below is one piece of 128 columns
-EARLY = 2  # of four parts of h, asked for again before the first pass over V ends
-AHEAD, AHEAD_AT = 264, 1  # CTAs that run at once, whose successors' inputs L2 fetches (0: none); in which block
+EARLY = 3  # of four parts of h, asked for again during the first pass over V
+AHEAD, AHEAD_AT = 264, 2  # CTAs that run at once, whose successors' inputs L2 fetches (0: none); in which block
 LINE = 64  # bytes that L2 fetches for a request at least
 STATES_AT = 0  # h and dh asked for: before the first wait (0), behind it (1), or between the halves of y (2)
 ALL = SMEM + 65 * 4
@@ -106,6 +106,11 @@ def load_state(address, off):
         write_only_types=[Uint32] * 4,
         read_only_args=[address],
     )
+
+
+def keep_order():
+    """The assembler moves no load past this: it would issue loads behind a wait for copies."""
+    _ptx("bar.warp.sync -1;")
 
 
 def ask_l2(address, off, flag):
@@ -287,8 +292,9 @@ def _diagonals(lane, hh):
     return [ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
 
 
-def _first_pass(at, sums, dh):
-    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp."""
+def _first_pass(io, at, sums, dh):
+    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Asks for the first parts of h again, as those of dh have done."""
+    h = []
     for u in range(4):
         off = u // 2 * 128
         rows = _in_turn(at, *[ptx.lds_frag(at.mine[u % 2] + x + off) for x in (0, DV)])
@@ -297,6 +303,10 @@ def _first_pass(at, sums, dh):
             for s in range(2):
                 sums.xd[j] = ptx.mma16(sums.xd[j], dh[u][s], vn[2 * s : 2 * s + 2])
                 sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
+        if u + EARLY >= 4:
+            h.append(_state(io.h, len(h)))
+            keep_order()
+    return h
 
 
 def _second_pass(at, h, u, xq, xu):
@@ -400,10 +410,11 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     ptx.commit()
     if STATES_AT == 0:
         states = ask()  # registers are free yet
+        keep_order()
+    ptx.wait_group(2)
     row = at.tid % 64  # of what belongs to rows: beta, room for D's diagonal, norms
     place = at.matrices + 2 * E_AT + row // 2 * 32 + row % 2 * 4 + at.tid // 64 * 8
     ptx.sts1(place, ptx.pick(at.tid // 128, norm, beta))
-    ptx.wait_group(2)
     ptx.sync_cta()
     for half in range(2):
         if STATES_AT == half + 1:
@@ -417,15 +428,14 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     ptx.sync_cta()
     _copy_last(cfg, io, at)
     _add_values(at)
-    _first_pass(at, sums, dh)
-    return sums, [_state(io.h, u) for u in range(EARLY)]
+    return sums, _first_pass(io, at, sums, dh)
 
 
 def _value_side(cfg, locate, n_t, scale, beta, token):
     """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
     `_sources`'."""
     io, at = locate(0)
-    sums, early = _first_sweep(cfg, io, at, n_t, beta, token)
+    sums, h = _first_sweep(cfg, io, at, n_t, beta, token)
     ptx.wait_group(2)
     ptx.sync_cta()
     io, at = locate(13)
@@ -437,8 +447,10 @@ def _value_side(cfg, locate, n_t, scale, beta, token):
     at.nothing = at.nothing & functools.reduce(lambda x, y: x ^ y, xd)  # no product of h before they are packed
     xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
     for u in range(4):
-        h = early[u] if u < EARLY else _state(io.h, u)
-        _second_pass(at, _in_turn(at, *h), u, xq, xu)
+        if u + EARLY < 4:
+            h.append(_state(io.h, u + EARLY))
+            keep_order()
+        _second_pass(at, _in_turn(at, *h[u]), u, xq, xu)
     ptx.wait_group(0)
     ptx.sync_cta()
     _, at = locate(14)
@@ -464,6 +476,10 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, ask_ahead, sources, decays,
         if cfg.has_bias:
             bias = [unit * ptx.lds1(at.column + BIAS + j * STRETCH) for j in range(2)]
         db, ours, low = [None, None], [None, None], _Names()
+        states = [ptx.ldmatrix_n(at.turned + y + 2 * b * 256, 4, True) for y in (0, DV)]
+        if b:  # into their place, for the next block
+            ptx.sync_warp()
+            _copy_inputs(cfg, io, at, b - 1)
 
         # ---- the lower rows as sources, for the upper ones; all else of them is read again: registers are short
         k = _quads(ptx.ldmatrix_n(at.turned + _inputs_at(b)[1], 2, True))
@@ -479,11 +495,8 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, ask_ahead, sources, decays,
             if cfg.scaled:
                 *q_rstd, k0, k1 = ptx.lds4(at.rows + j * 128 + 16)
                 q, k = _times(q, _rows(q_rstd)), _times(k, _rows([k0, k1]))
-            kb, x = _times(k, _rows(beta)), [_quads(ptx.ldmatrix_n(at.turned + y + j * 256, 2, True)) for y in (0, DV)]
+            kb, x = _times(k, _rows(beta)), [_quads(y[2 * i : 2 * i + 2]) for y in states]
             sums = _Names(dq=x[0], zk=x[1])  # begin with the states' parts
-            if b and not i:
-                ptx.sync_warp()
-                _copy_inputs(cfg, io, at, b - 1)
             _inside(at, b, i, q, k, kb, g, low, sums)
             if b < 3:
                 _as_source(at, b, i, g, end, decays, sources[b][2 * i : 2 * i + 2], targets, sums)
@@ -508,7 +521,7 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, ask_ahead, sources, decays,
                     shared[n] = of_lane(dg[2 * n], 0)
             if cfg.gate != "log":
                 if i:
-                    ptx.wait_group(0)
+                    ptx.wait_group(1 if b else 0)
                     ptx.sync_warp()
                 graw = _raw_gate(cfg, io, at, b, i)
                 for n in range(2):

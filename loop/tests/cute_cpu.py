@@ -14,7 +14,7 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "put_rows", "load_state", "ask_l2", "ask_l2_for", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
+OWN = {"put_turned", "put_rows", "load_state", "keep_order", "ask_l2", "ask_l2_for", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
 active = np.ones(THREADS, bool)
 
 
@@ -122,6 +122,9 @@ class Ptx:
 
     def load_state(self, address, off):
         return list(self.gmem.read(threads(address + off, np.int64), 16, np.uint32).T)
+
+    def keep_order(self):
+        pass
 
     def ask_l2(self, address, off, flag, n=1):
         self.asked.extend((int(x) + off, n) for x in threads(address, np.int64)[threads(flag, bool)])
