@@ -68,11 +68,13 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import _of as parents_of
 from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
-V = 128  # what is instantiated below is one piece of 128 columns
+V = 128
+# What to time, each as good as its emulation says nothing about:
+AHEAD, AHEAD_AT = 264, 2  # L2 fetches what the CTA so many later reads (0: nothing); asked for in block 3, 2, 1 or 0
+LINE = 64  # bytes that L2 fetches at a request of ours, at least
+STATES_AT = 0  # h and dh are asked for before the first wait (0), behind it (1) or between the halves of y (2)
 EARLY = 3  # of four parts of h, asked for again during the first pass over V
-AHEAD, AHEAD_AT = 264, 2  # CTAs that run at once, whose successors' inputs L2 fetches (0: none); in which block
-LINE = 64  # bytes that L2 fetches for a request at least
-STATES_AT = 0  # h and dh asked for: before the first wait (0), behind it (1), or between the halves of y (2)
+SMS, PAUSE = 132, 0  # ns that the second CTA of a multiprocessor waits at the start, not to load when the first does
 ALL = SMEM + 65 * 4
 # Shared memory, 115,588 bytes: 021's, with other tenants, and at its end y v. WARP bytes for each of 8 warps, of which
 #       0..4095   8 rows of do, and from DV on of dv and then y; after the second pass xq and xu, 512 bytes for 8 rows;
@@ -86,7 +88,8 @@ ALL = SMEM + 65 * 4
 # pieces lie in an order that depends on the row: neither one piece of 8 rows nor 4 of two rows meet a bank twice.
 DV, YV = 2048, 16384
 POINTERS = (
-    "q", "k", "gk", "v", "vn", "do", "dv", "A", "h", "dh", "graw", "bias", "qr", "kr", "v_out", "dq", "dk", "dg", "dA", "dbias",
+    "q", "k", "gk", "v", "vn", "do", "dv", "A", "h", "dh", "graw", "bias", "qr", "kr", "v_out", "dq", "dk", "dg", "dA",
+    "dbias",
 )
 _ptx = cute.arch.inline_ptx
 
@@ -111,6 +114,18 @@ def load_state(address, off):
 def keep_order():
     """The assembler moves no load past this: it would issue loads behind a wait for copies."""
     _ptx("bar.warp.sync -1;")
+
+
+def begun(address):
+    """A branch that is never taken (the address is not 0): the assembler moves no copy past this, where else it first
+    computes all addresses."""
+    _ptx("{ .reg .pred p; setp.eq.s64 p, {$r0}, 0; @p exit; }", read_only_args=[address])
+
+
+def pause(ns, flag):
+    _ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p nanosleep.u32 {ns}; }}", read_only_args=[flag]
+    )
 
 
 def ask_l2(address, off, flag):
@@ -293,7 +308,7 @@ def _diagonals(lane, hh):
 
 
 def _first_pass(io, at, sums, dh):
-    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Asks for the first parts of h again, as those of dh have done."""
+    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Asks for parts of h again, where parts of dh have been."""
     h = []
     for u in range(4):
         off = u // 2 * 128
@@ -403,9 +418,11 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     _copy_tile(cfg, io, at, n_t, DV, io.dv)
     _copy_tile(cfg, io, at, n_t, 8 * WARP, io.v, 2048)
     ptx.commit()
+    begun(io.A)
     _copy_tile(cfg, io, at, n_t, 0, io.do)
     _copy_tile(cfg, io, at, n_t, XD, io.vn)
     ptx.commit()
+    begun(io.do)
     _copy_gates(cfg, io, at, n_t)
     ptx.commit()
     if STATES_AT == 0:
@@ -417,7 +434,7 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     ptx.sts1(place, ptx.pick(at.tid // 128, norm, beta))
     ptx.sync_cta()
     for half in range(2):
-        if STATES_AT == half + 1:
+        if half + 1 == STATES_AT:
             states = ask()
         _solve(io, at, half)
     dh, hh = [_in_turn(at, *x) for x in states[0]], [ptx.zeros(4), ptx.zeros(4)]
@@ -455,9 +472,7 @@ def _value_side(cfg, locate, n_t, scale, beta, token):
     ptx.sync_cta()
     _, at = locate(14)
     _place_states(at, scale, xq, xu)
-    found = _sources(cfg, at, xd, sums.tail)
-    ptx.sync_warp()
-    return found
+    return _sources(cfg, at, xd, sums.tail)
 
 
 # ================================================================================================== key side, as in 021
@@ -658,6 +673,9 @@ def _kernel(
         n_t = cutlass.min(T - chunk * 64, 64)
         chunk = batch * ((T + 63) // 64) + chunk
 
+    if const_expr(PAUSE > 0):
+        _, row, _ = cute.arch.block_idx()
+        pause(PAUSE, Int32(pid // SMS == 1) * Int32(row == 0))
     smem = cute.arch.alloc_smem(Uint32, ALL // 4, 16).toint()
     tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, mQr, mKr, oV, oDq, oDk, oDg, oDA, oDbias)
     pointers = [x.iterator.toint() for x in tensors]

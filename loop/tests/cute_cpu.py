@@ -14,7 +14,10 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "put_rows", "load_state", "keep_order", "ask_l2", "ask_l2_for", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
+OWN = {  # in a kernel's own file
+    "put_turned", "put_rows", "load_state", "keep_order", "begun", "pause", "ask_l2", "ask_l2_for", "of_lane",
+    "sum_later_lanes", "bound_pairs",
+}
 active = np.ones(THREADS, bool)
 
 
@@ -123,8 +126,10 @@ class Ptx:
     def load_state(self, address, off):
         return list(self.gmem.read(threads(address + off, np.int64), 16, np.uint32).T)
 
-    def keep_order(self):
+    def keep_order(self, *given):
         pass
+
+    begun = pause = keep_order
 
     def ask_l2(self, address, off, flag, n=1):
         self.asked.extend((int(x) + off, n) for x in threads(address, np.int64)[threads(flag, bool)])
@@ -298,7 +303,8 @@ def launcher(module, cfg):
         flat = [Tensor(x, gmem, place) for x, place in zip(tensors, places, strict=True)]
         arch = types.SimpleNamespace(
             thread_idx=lambda: (np.arange(THREADS, dtype=np.int32), 0, 0), make_warp_uniform=lambda x: x,
-            grid_dim=lambda: (*map(np.int32, grid), 1), alloc_smem=lambda *a: types.SimpleNamespace(toint=lambda: np.int32(4096)),
+            grid_dim=lambda: (*map(np.int32, grid), 1),
+            alloc_smem=lambda *a: types.SimpleNamespace(toint=lambda: np.int32(4096)),
         )
         module.cute = types.SimpleNamespace(arch=arch)
         module.cutlass = types.SimpleNamespace(min=np.minimum)

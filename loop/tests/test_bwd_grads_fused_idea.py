@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,9 +47,11 @@ class Chain:
             setattr(module, name, value)
 
 
-def emulated(monkeypatch, source=PATH):
+def emulated(monkeypatch, source=PATH, **constants):
     """The idea with its kernel on the CPU."""
     idea, chain = registry.load("022"), Chain(source)
+    for name, value in constants.items():
+        setattr(chain, name, value)
     monkeypatch.setattr(idea, "supports", lambda p: (True, ""))
     monkeypatch.setattr(idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(chain, chain._Config(*cfg)))
     return idea
@@ -84,6 +87,34 @@ def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
     text, copy = PATH.read_text(), tmp_path / "kernel.py"
     copy.write_text(text[: span[0]] + "None" + text[span[1] :])
     assert races(monkeypatch, "gate", copy) != []
+
+
+def test_asks_for_what_a_later_cta_reads(monkeypatch):
+    """64-byte pieces of one chunk further on, where there is one: all it reads but dt_bias, and of Akk also what is
+    above the diagonal."""
+    runs = []
+
+    class Ptx(cute_cpu.Ptx):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.read = set()
+            runs.append(self)
+
+        def copy(self, to, address, n, l2="", live=True):
+            super().copy(to, address, n, l2, live)
+            self.read |= {int(x) // 64 for x in cute_cpu.threads(address, np.int64)[cute_cpu.threads(live, bool)]}
+
+        def load_state(self, address, off):
+            self.read |= {int(x + off) // 64 for x in cute_cpu.threads(address, np.int64)}
+            return super().load_state(address, off)
+
+    monkeypatch.setattr(cute_cpu, "Ptx", Ptx)
+    spans.check_spans(emulated(monkeypatch, AHEAD=2), replace(SMALL["gate"], B=1, H=2, HV=2, T=192))
+    asked = [{x // 64 for at, n in run.asked for x in range(at, at + n, 64)} for run in runs]
+    assert [len(x) > 0 for x in asked] == [True] * 4 + [False] * 2
+    for now, later in zip(asked[:4], runs[2:], strict=True):
+        assert len(later.read - now) <= 128 * 4 // 64
+        assert len(now - later.read) <= 64
 
 
 def pairs_alone(step, q=None, k=None, do=None, dv=None, v_new=None, seed=0):
