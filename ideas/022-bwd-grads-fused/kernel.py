@@ -73,6 +73,7 @@ V = 128
 AHEAD, AHEAD_AT = 264, 2  # L2 fetches what the CTA so many later reads (0: nothing); asked for in block 3, 2, 1 or 0
 LINE = 64  # bytes that L2 fetches at a request of ours, at least
 STATES_AT = 0  # h and dh are asked for before the first wait (0), behind it (1) or between the halves of y (2)
+GATES_AT = 1  # gk is asked for before this half of y: it is wanted last, and its addresses take 70 instructions
 EARLY = 3  # of four parts of h, asked for again during the first pass over V
 SMS, PAUSE = 132, 0  # ns that the second CTA of a multiprocessor waits at the start, not to load when the first does
 ALL = SMEM + 65 * 4
@@ -423,12 +424,10 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     _copy_tile(cfg, io, at, n_t, XD, io.vn)
     ptx.commit()
     begun(io.do)
-    _copy_gates(cfg, io, at, n_t)
-    ptx.commit()
     if STATES_AT == 0:
         states = ask()  # registers are free yet
         keep_order()
-    ptx.wait_group(2)
+    ptx.wait_group(1)
     row = at.tid % 64  # of what belongs to rows: beta, room for D's diagonal, norms
     place = at.matrices + 2 * E_AT + row // 2 * 32 + row % 2 * 4 + at.tid // 64 * 8
     ptx.sts1(place, ptx.pick(at.tid // 128, norm, beta))
@@ -436,6 +435,9 @@ def _first_sweep(cfg, io, at, n_t, beta, token):
     for half in range(2):
         if half + 1 == STATES_AT:
             states = ask()
+        if half == GATES_AT:
+            _copy_gates(cfg, io, at, n_t)
+            ptx.commit()
         _solve(io, at, half)
     dh, hh = [_in_turn(at, *x) for x in states[0]], [ptx.zeros(4), ptx.zeros(4)]
     for x, y in zip(dh, states[1], strict=True):
