@@ -6,9 +6,9 @@ Delta: one kernel of 8 warps a chunk and head. A warp has 16 key columns of all 
     registers, a row once; do, v_new and y = Akk^T dv to all warps through shared memory. In a first pass over V are
     formed dk through kg, D and E, in a second the states' parts of dq and dk; then follows 021's key side. q and k come
     a block of 16 rows at a time, into what the blocks before have left, and stay for the norm.
-Why it should be faster: 4480 bytes a token and value head at V = 128 where 021's two kernels move 7042.
-Constraints: sm_90, K = V = 128, bf16. Any gate (exponents are <= 0, or within 112 of 0), any
-    T, packed sequences, GVA; token and state rows below 2^31.
+Why it should be faster: 4496 bytes a token and value head where 021's two kernels move 7042.
+Constraints: sm_90, K = V = 128, bf16. Any gate (exponents are <= 0, or within 112 of 0), any T, packed sequences, GVA;
+    token and state rows below 2^31.
 """
 
 import functools
