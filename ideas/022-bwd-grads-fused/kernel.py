@@ -69,8 +69,8 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
 V = 128
-# What to time, each as good as its emulation says nothing about:
-AHEAD, AHEAD_AT = 264, 2  # L2 fetches what the CTA so many later reads (0: nothing); asked for in block 3, 2, 1 or 0
+# To be timed; results do not depend on them:
+AHEAD, AHEAD_AT = 224, 2  # L2 fetches what the CTA so many later reads (0: nothing); asked for in block 3, 2, 1 or 0
 LINE = 64  # bytes that L2 fetches at a request of ours, at least
 STATES_AT = 0  # h and dh are asked for before the first wait (0), behind it (1) or between the halves of y (2)
 GATES_AT = 1  # gk is asked for before this half of y: it is wanted last, and its addresses take 70 instructions
@@ -206,16 +206,12 @@ def _copy_last(cfg, io, at):
     _copy_gate(cfg, io, at, 3)
 
 
-def _chunks_ahead(cfg):
-    return max(1, AHEAD // cfg.HV)
-
-
-def _ask_ahead(cfg, locate, ends):
-    """Have L2 fetch what a CTA will read that starts when about this one ends. By itself a CTA asks for 170 KB at once,
-    and everything else of its multiprocessor then waits behind them."""
+def _ask_ahead(cfg, locate, tokens, ctas):
+    """Have L2 fetch what a CTA will read that starts when this one is about to end. It asks for 170 KB at once, and all
+    else of its multiprocessor waits behind them. From this chunk on there are so many tokens and CTAs."""
     io, at = locate(12)
-    chunks = _chunks_ahead(cfg)
-    exists = Int32(64 * (chunks + 1) <= ends)
+    chunks = -(-AHEAD // cfg.HV)
+    exists = Int32(64 * (chunks + 1) <= tokens) * Int32(chunks * cfg.HV < ctas)
     row, part = at.tid // 4, at.tid % 4
     token, qtoken = (x + (64 * chunks + Int64(row)) * n for x, n in ((at.head, cfg.HV), (at.qhead, cfg.H)))
     raw = cfg.gate != "log"
@@ -689,8 +685,9 @@ def _kernel(
     shared = _value_side(cfg, locate, n_t, scale, beta, qhead + row * cfg.H)
     io, at = locate(15)
     tid, lane = at.tid, at.lane
-    _, batches, _ = cute.arch.grid_dim()
-    ask_ahead = functools.partial(_ask_ahead, cfg, locate, Int64(T) * batches - first)
+    ctas, batches, _ = cute.arch.grid_dim()
+    left = Int64(T) * batches - first, ctas * batches - chunk * cfg.HV  # packed tokens may be more than are in chunks
+    ask_ahead = functools.partial(_ask_ahead, cfg, locate, *left)
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)

@@ -89,9 +89,8 @@ def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
     assert races(monkeypatch, "gate", copy) != []
 
 
-def test_asks_for_what_a_later_cta_reads(monkeypatch):
-    """64-byte pieces of one chunk further on, where there is one: all it reads but dt_bias, and of Akk also what is
-    above the diagonal."""
+def asked_and_read(monkeypatch, case, ahead):
+    """Of each CTA: 64-byte pieces it asks L2 for, those of them that are states, and those it reads."""
     runs = []
 
     class Ptx(cute_cpu.Ptx):
@@ -109,12 +108,26 @@ def test_asks_for_what_a_later_cta_reads(monkeypatch):
             return super().load_state(address, off)
 
     monkeypatch.setattr(cute_cpu, "Ptx", Ptx)
-    spans.check_spans(emulated(monkeypatch, AHEAD=2), replace(SMALL["gate"], B=1, H=2, HV=2, T=192))
-    asked = [{x // 64 for at, n in run.asked for x in range(at, at + n, 64)} for run in runs]
-    assert [len(x) > 0 for x in asked] == [True] * 4 + [False] * 2
-    for now, later in zip(asked[:4], runs[2:], strict=True):
-        assert len(later.read - now) <= 128 * 4 // 64
-        assert len(now - later.read) <= 64
+    spans.check_spans(emulated(monkeypatch, AHEAD=ahead), case)
+    asked = [[{x // 64 for at, n in run.asked if n > least for x in range(at, at + n, 64)} for least in (0, 1)]
+             for run in runs]
+    return [(*x, run.read) for x, run in zip(asked, runs, strict=True)]
+
+
+def test_asks_for_what_a_later_cta_reads(monkeypatch):
+    """One chunk further on, where there is one: all it reads but dt_bias, and of Akk what is above the diagonal."""
+    found = asked_and_read(monkeypatch, replace(SMALL["gate"], B=1, H=2, HV=2, T=192), 2)
+    assert [len(x) > 0 for x, _, _ in found] == [True] * 4 + [False] * 2
+    for (now, _, _), (_, _, later) in zip(found, found[2:], strict=False):
+        assert len(later - now) <= 128 * 4 // 64
+        assert len(now - later) <= 64
+
+
+def test_asks_for_no_state_that_is_not_there(monkeypatch):
+    found = asked_and_read(monkeypatch, SMALL["varlen"], 1)
+    _, states, read = (set().union(*x) for x in zip(*found, strict=True))
+    assert states
+    assert states <= read
 
 
 def pairs_alone(step, q=None, k=None, do=None, dv=None, v_new=None, seed=0):
