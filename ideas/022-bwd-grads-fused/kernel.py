@@ -582,7 +582,7 @@ def _close(cfg, io, at, warp, lane, n_t):
         mine = Int32(lc == r // 2)
         dots = at.own + mine * (r * 8) + (1 - mine) * (XD + lane * 8)
         for j in range(8):
-            a = [xs[j][0][0], xs[j][1][0], xs[j][0][1], xs[j][1][1]]
+            a = [x[n] | at.nothing for n in range(2) for x in xs[j]]  # see `_in_turn`
             x, y = (ptx.mma16(ptx.zeros(4), a, d) for d in ds[j])
             ptx.sts2(dots + j * 64, [ptx.pick(r % 2, x[1], x[0]), ptx.pick(r % 2, y[3], y[2])])
     ptx.sync_cta()
