@@ -6,9 +6,9 @@ Delta: one kernel of 8 warps a chunk and head. A warp has 16 key columns of all 
     registers, a row once; do, v_new and y = Akk^T dv to all warps through shared memory. In a first pass over V are
     formed dk through kg, D and E, in a second the states' parts of dq and dk; then follows 021's key side. q and k come
     a block of 16 rows at a time, into what the blocks before have left, and stay for the norm.
-Why it should be faster: 4480 bytes a token and value head at V = 128 where 021's two kernels move 7042.
-Constraints: sm_90, K = 128, V a multiple of 128 up to 512, bf16. Any gate (exponents are <= 0, or within 112 of 0), any
-    T, packed sequences, GVA; token and state rows below 2^31.
+Why it should be faster: 4496 bytes a token and value head where 021's two kernels move 7042.
+Constraints: sm_90, K = V = 128, bf16. Any gate (exponents are <= 0, or within 112 of 0), any T, packed sequences, GVA;
+    token and state rows below 2^31.
 """
 
 import functools
@@ -38,8 +38,7 @@ from kernel_fun.kda.stages.k015_bwd_keys import (
     _times,
 )
 from kernel_fun.kda.stages.k015_bwd_keys import supports as parents_supports
-from kernel_fun.kda.stages.k019_bwd_keys_exact import _Config as ParentsConfig
-from kernel_fun.kda.stages.k019_bwd_keys_exact import group_kernel
+from kernel_fun.kda.stages.k019_bwd_keys_exact import _Config, group_kernel
 from kernel_fun.kda.stages.k021_bwd_keys_turned import (
     BIAS,
     E_AT,
@@ -58,7 +57,6 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import (
     _inside,
     _of_row,
     _raw_gate,
-    _row_values,
     _rows,
     _split,
     of_lane,
@@ -70,8 +68,16 @@ from kernel_fun.kda.stages.k021_bwd_keys_turned import _of as parents_of
 from kernel_fun.kda.stages.k021_bwd_keys_turned import _place as parents_places
 
 FAMILY = "kda"
-EARLY = 2  # of four parts of a piece of h, asked for before the first pass ends
-# Shared memory, 115,328 bytes: 021's, with other tenants. WARP bytes for each of 8 warps, of which
+V = 128
+# To be timed; results do not depend on them:
+AHEAD, AHEAD_AT = 224, 2  # L2 fetches what the CTA so many later reads (0: nothing); asked for in block 3, 2, 1 or 0
+LINE = 64  # bytes that L2 fetches at a request of ours, at least
+STATES_AT = 0  # h and dh are asked for before the first wait (0), behind it (1) or between the halves of y (2)
+GATES_AT = 1  # gk is asked for before this half of y: it is wanted last, and its addresses take 70 instructions
+EARLY = 3  # of four parts of h, asked for again during the first pass over V
+SMS, PAUSE = 132, 0  # ns that the second CTA of a multiprocessor waits at the start, not to load when the first does
+ALL = SMEM + 65 * 4
+# Shared memory, 115,588 bytes: 021's, with other tenants, and at its end y v. WARP bytes for each of 8 warps, of which
 #       0..4095   8 rows of do, and from DV on of dv and then y; after the second pass xq and xu, 512 bytes for 8 rows;
 #                 a block's, once it has read them, take q and k of the block before it
 #   GK  ..8287    gk of the warp's columns; then dq and dk of these
@@ -83,7 +89,8 @@ EARLY = 2  # of four parts of a piece of h, asked for before the first pass ends
 # pieces lie in an order that depends on the row: neither one piece of 8 rows nor 4 of two rows meet a bank twice.
 DV, YV = 2048, 16384
 POINTERS = (
-    "q", "k", "gk", "v", "vn", "do", "dv", "A", "h", "dh", "graw", "bias", "v_out", "dq", "dk", "dg", "dA", "dbias",
+    "q", "k", "gk", "v", "vn", "do", "dv", "A", "h", "dh", "graw", "bias", "qr", "kr", "v_out", "dq", "dk", "dg", "dA",
+    "dbias",
 )
 _ptx = cute.arch.inline_ptx
 
@@ -105,21 +112,53 @@ def load_state(address, off):
     )
 
 
+def keep_order():
+    """The assembler moves no load past this: it would issue loads behind a wait for copies."""
+    _ptx("bar.warp.sync -1;")
+
+
+def begun(address):
+    """A branch that is never taken (the address is not 0): the assembler moves no copy past this, where else it first
+    computes all addresses."""
+    _ptx("{ .reg .pred p; setp.eq.s64 p, {$r0}, 0; @p exit; }", read_only_args=[address])
+
+
+def pause(ns, flag):
+    _ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p nanosleep.u32 {ns}; }}", read_only_args=[flag]
+    )
+
+
+def ask_l2(address, off, flag):
+    """Have L2 fetch what is there, if the flag is not 0."""
+    _ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p prefetch.global.L2 [{{$r0}}+{off}]; }}",
+        read_only_args=[address, flag],
+    )
+
+
+def ask_l2_for(address, n, flag):
+    """The same for n bytes."""
+    _ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p cp.async.bulk.prefetch.L2.global [{{$r0}}], {n}; }}",
+        read_only_args=[address, flag],
+    )
+
+
 # ============================================================================================================== copies
 def _order(row):
     """What the pieces' numbers of a tile's row are xored with: the row's three bits, turned around."""
     return row % 2 * 4 + row // 2 % 2 * 2 + row // 4 % 2
 
 
-def _copy_tile(cfg, io, at, n_t, place, base, piece, step=WARP):
-    """Begin the copy of 64 rows of 128 columns, 8 rows `step` bytes behind the 8 before; a warp two whole rows at a
+def _copy_tile(cfg, io, at, n_t, place, base, step=WARP):
+    """Begin the copy of 64 rows of all columns, 8 rows `step` bytes behind the 8 before; a warp two whole rows at a
     time."""
     row, part = at.tid // 16, at.tid % 16
     to = at.smem + at.tid // 128 * step + row % 8 * 256 + (part ^ _order(row)) * 16 + place
-    source = base + (at.head + Int64(row) * cfg.HV) * (cfg.V * 2) + part * 16
+    source = base + (at.head + Int64(row) * cfg.HV) * (V * 2) + part * 16
     for m in range(4):
-        off = 16 * m * cfg.HV * cfg.V * 2 + piece * 256
-        ptx.copy_row(to + 2 * m * step, source, off, 16, n_t - row, 16 * m, L2)
+        ptx.copy_row(to + 2 * m * step, source, 16 * m * cfg.HV * V * 2, 16, n_t - row, 16 * m, L2)
 
 
 def _copy_system(cfg, io, at, n_t):
@@ -167,6 +206,24 @@ def _copy_last(cfg, io, at):
     _copy_gate(cfg, io, at, 3)
 
 
+def _ask_ahead(cfg, locate, tokens, ctas):
+    """Have L2 fetch what a CTA will read that starts when this one is about to end. It asks for 170 KB at once, and all
+    else of its multiprocessor waits behind them. From this chunk on there are so many tokens and CTAs."""
+    io, at = locate(12)
+    chunks = -(-AHEAD // cfg.HV)
+    exists = Int32(64 * (chunks + 1) <= tokens) * Int32(chunks * cfg.HV < ctas)
+    row, part = at.tid // 4, at.tid % 4
+    token, qtoken = (x + (64 * chunks + Int64(row)) * n for x, n in ((at.head, cfg.HV), (at.qhead, cfg.H)))
+    raw = cfg.gate != "log"
+    asked = [(x, 256, token) for x in (io.dv, io.v, io.do, io.vn)] + [(io.A, 128, token), (io.gk, 512, token)]
+    asked += [(io.q, 256, qtoken), (io.k, 256, qtoken)] + [(io.graw, 128 * cfg.g_bytes, token)] * raw
+    for base, size, first in asked:
+        for off in range(0, size // 4, LINE):
+            ask_l2(base + first * size + part * (size // 4), off, exists)
+    for base in (io.dh, io.h):  # of the warp's rows
+        ask_l2_for(base + chunks * cfg.HV * K * V * 2, 16 * V * 2, exists * Int32(at.lane == 0))
+
+
 # ======================================================================================== y = Akk^T dv, 16 columns of V
 def _solved(at, half):
     """y of the warp's columns, in two blocks of 16 rows: [8 columns] C fragments."""
@@ -192,7 +249,7 @@ def _fragment(x):
     return [lo[0], lo[1], hi[0], hi[1]]
 
 
-def _solve(cfg, io, at, piece, half):
+def _solve(io, at, half):
     """y of half of the rows, in dv's place: later ones do without; dv of the call's, by way of v's place; a warp's
     share of y v."""
     y, q, sums = _solved(at, half), at.lane % 4, []
@@ -208,15 +265,24 @@ def _solve(cfg, io, at, piece, half):
     ptx.sync_warp()
     for r in y:
         out = ptx.lds_frag(at.sixteen + r * 4096)
-        ptx.store_row("b32", io.v_out + at.value, 16 * r * at.sV + piece * 256, at.left, 16 * r, *out)
+        ptx.store_row("b32", io.v_out + at.value, 16 * r * at.sV, at.left, 16 * r, *out)
 
 
 # ============================================================================================== products along V, twice
 # A product of two rows does not mind in which order it takes their columns. Of each 32 a lane has 8 beside each other,
 # 16 bytes, of one row of h or dh as of one of do, y or v_new: operands of two products of 16.
-def _state(cfg, base, piece, u):
+def _state(base, u):
     """32 columns of two of the warp's 16 rows of h or dh, in four registers each: also B fragments of two products."""
-    return [load_state(base, piece * 256 + u * 64 + i * 16 * cfg.V) for i in range(2)]
+    return [load_state(base, u * 64 + i * 16 * V) for i in range(2)]
+
+
+def _add_values(at):
+    """y v of all columns: a warp adds up 8 rows', which wait behind everything else for the end."""
+    row, part = at.lane % 8, at.lane // 8
+    place = at.matrices + YV + part * 512 + ((at.warp ^ part) * 8 + row) * 4
+    x, row = [ptx.lds1(place + w * 256) for w in range(2)], at.warp * 8 + row
+    # lanes that have none write where nobody reads
+    ptx.sts1(at.smem + SMEM + row * 4 + Int32(part > 0) * (64 - row) * 4, ptx.sum_lanes(x[0] + x[1], 8, 16))
 
 
 def _in_turn(at, x, y):
@@ -238,24 +304,21 @@ def _diagonals(lane, hh):
     return [ptx.pick(mine, ptx.pick(odd, x[1], x[0]), Float32(0.0)) for x in (hh[0][:2], hh[1][2:])]
 
 
-def _first_pass(cfg, io, at, piece, sums, dh):
-    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Without dh, it is read here, and h for the sums of h dh."""
-    hh = None if dh else [ptx.zeros(4), ptx.zeros(4)]
+def _first_pass(io, at, sums, dh):
+    """dh v_new^T, and [do; y] v_new^T of 8 rows a warp. Asks for parts of h again, where parts of dh have been."""
+    h = []
     for u in range(4):
         off = u // 2 * 128
-        if hh:
-            h, state = _state(cfg, io.h, piece, u), _in_turn(at, *_state(cfg, io.dh, piece, u))
-            _add_diagonals(hh, state, h)
-        else:
-            state = dh[u]
         rows = _in_turn(at, *[ptx.lds_frag(at.mine[u % 2] + x + off) for x in (0, DV)])
         for j in range(8):
             vn = ptx.lds_frag(at.half[u % 2] + XD + j * WARP + off)
             for s in range(2):
-                sums.xd[j] = ptx.mma16(sums.xd[j], state[s], vn[2 * s : 2 * s + 2])
+                sums.xd[j] = ptx.mma16(sums.xd[j], dh[u][s], vn[2 * s : 2 * s + 2])
                 sums.de[j] = ptx.mma16(sums.de[j], rows[s], vn[2 * s : 2 * s + 2])
-    if hh:
-        sums.tail = [x + y for x, y in zip(sums.tail, _diagonals(at.lane, hh), strict=True)]
+        if u + EARLY >= 4:
+            h.append(_state(io.h, len(h)))
+            keep_order()
+    return h
 
 
 def _second_pass(at, h, u, xq, xu):
@@ -334,79 +397,61 @@ def _place_states(at, scale, xq, xu):
         put_turned(at.turned + DV + b * 512, z)
 
 
-def _first_sweep(cfg, locate, n_t, values):
-    """D, E and dk through kg before they are scaled, sums of h dh, and, of row tid % 64, y v. Asks for all that there
-    is room for at once; what is wanted first is waited for first."""
-    io, at = locate(0)
-    sums, yv = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8), Float32(0.0)
-    for piece in range(cfg.V // 128):
-        if piece:
-            ptx.sync_cta()
-            io, at = locate(piece)
-        else:
-            _copy_system(cfg, io, at, n_t)
-        _copy_tile(cfg, io, at, n_t, DV, io.dv, piece)
-        _copy_tile(cfg, io, at, n_t, 8 * WARP, io.v, piece, 2048)
-        ptx.commit()
-        _copy_tile(cfg, io, at, n_t, 0, io.do, piece)
-        _copy_tile(cfg, io, at, n_t, XD, io.vn, piece)
-        ptx.commit()
-        dh = None
-        if not piece:
+def _ask_norm(cfg, io, at, token):
+    """A norm of q or of k for half of the CTA."""
+    if cfg.scaled:
+        base = io.qr + Int64(at.tid // 64 % 2) * (io.kr - io.qr)
+        return ptx.load_row("f32", 1, Float32, base + token * 4, 0, at.tid // 128, 0)
+    return Float32(0.0)
+
+
+def _first_sweep(cfg, io, at, n_t, beta, token):
+    """D, E and dk through kg before they are scaled, and sums of h dh; y v goes to the end of shared memory. Asks for
+    all that there is room for at once; what is wanted first is waited for first."""
+    sums, states = _Names(xd=[ptx.zeros(4)] * 8, de=[ptx.zeros(4)] * 8), []
+    ask = lambda: [[_state(x, u) for u in range(4)] for x in (io.dh, io.h)]  # noqa: E731
+    norm = _ask_norm(cfg, io, at, token)
+    _copy_system(cfg, io, at, n_t)
+    _copy_tile(cfg, io, at, n_t, DV, io.dv)
+    _copy_tile(cfg, io, at, n_t, 8 * WARP, io.v, 2048)
+    ptx.commit()
+    begun(io.A)
+    _copy_tile(cfg, io, at, n_t, 0, io.do)
+    _copy_tile(cfg, io, at, n_t, XD, io.vn)
+    ptx.commit()
+    begun(io.do)
+    if STATES_AT == 0:
+        states = ask()  # registers are free yet
+        keep_order()
+    ptx.wait_group(1)
+    row = at.tid % 64  # of what belongs to rows: beta, room for D's diagonal, norms
+    place = at.matrices + 2 * E_AT + row // 2 * 32 + row % 2 * 4 + at.tid // 64 * 8
+    ptx.sts1(place, ptx.pick(at.tid // 128, norm, beta))
+    ptx.sync_cta()
+    for half in range(2):
+        if half + 1 == STATES_AT:
+            states = ask()
+        if half == GATES_AT:
             _copy_gates(cfg, io, at, n_t)
             ptx.commit()
-            dh, h = ([_state(cfg, x, 0, u) for u in range(4)] for x in (io.dh, io.h))  # registers are free yet
-            _row_values(at, at.tid, values)
-        ptx.wait_group(1 if piece else 2)
-        ptx.sync_cta()
-        for half in range(2):
-            _solve(cfg, io, at, piece, half)
-        if not piece:
-            dh, hh = [_in_turn(at, *x) for x in dh], [ptx.zeros(4), ptx.zeros(4)]
-            for x, y in zip(dh, h, strict=True):
-                _add_diagonals(hh, x, y)
-            sums.tail = _diagonals(at.lane, hh)
-        ptx.wait_group(0 if piece else 1)
-        ptx.sync_cta()
-        if cfg.V == 128:
-            _copy_last(cfg, io, at)
-        for w in range(8):
-            yv = yv + ptx.lds1(at.matrices + YV + w * 256 + at.tid % 64 * 4)
-        _first_pass(cfg, io, at, piece, sums, dh)
-    return sums, yv, [_state(cfg, io.h, cfg.V // 128 - 1, u) for u in range(EARLY)]
+        _solve(io, at, half)
+    dh, hh = [_in_turn(at, *x) for x in states[0]], [ptx.zeros(4), ptx.zeros(4)]
+    for x, y in zip(dh, states[1], strict=True):
+        _add_diagonals(hh, x, y)
+    sums.tail = _diagonals(at.lane, hh)
+    ptx.wait_group(1)
+    ptx.sync_cta()
+    _copy_last(cfg, io, at)
+    _add_values(at)
+    return sums, _first_pass(io, at, sums, dh)
 
 
-def _second_sweep(cfg, locate, n_t, io, at, early):
-    """The states' parts of dq and of dk that beta multiplies, before they are scaled: from the last piece of V, which
-    is still there, to the first."""
-    xq, xu, last = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8, cfg.V // 128 - 1
-    for piece in range(last, -1, -1):
-        if piece < last:
-            ptx.sync_cta()
-            io, at = locate(4 + piece)
-            _copy_tile(cfg, io, at, n_t, DV, io.dv, piece)
-            ptx.commit()
-            _copy_tile(cfg, io, at, n_t, 0, io.do, piece)
-            ptx.commit()
-            ptx.wait_group(1)
-            ptx.sync_cta()
-            for half in range(2):
-                _place_y(at, _solved(at, half))
-            ptx.wait_group(0)
-            ptx.sync_cta()
-            if not piece:
-                _copy_last(cfg, io, at)
-        for u in range(4):
-            h = early[u] if piece == last and u < EARLY else _state(cfg, io.h, piece, u)
-            _second_pass(at, _in_turn(at, *h), u, xq, xu)
-    return xq, xu
-
-
-def _value_side(cfg, locate, n_t, scale, values):
+def _value_side(cfg, locate, n_t, scale, beta, token):
     """All that depends on V: D and E, D's diagonal, dk through kg and the states' parts, in their places. Returns
-    `_sources`' and, of row tid % 64, y v."""
-    sums, yv, early = _first_sweep(cfg, locate, n_t, values)
-    ptx.wait_group(2 if cfg.V == 128 else 0)
+    `_sources`'."""
+    io, at = locate(0)
+    sums, h = _first_sweep(cfg, io, at, n_t, beta, token)
+    ptx.wait_group(2)
     ptx.sync_cta()
     io, at = locate(13)
     for b in range(4):
@@ -415,22 +460,27 @@ def _value_side(cfg, locate, n_t, scale, values):
     _place_pairs(at, sums.de, scale)
     xd = _through_states(at, sums.xd)
     at.nothing = at.nothing & functools.reduce(lambda x, y: x ^ y, xd)  # no product of h before they are packed
-    xq, xu = _second_sweep(cfg, locate, n_t, io, at, early)
+    xq, xu = [ptx.zeros(4)] * 8, [ptx.zeros(4)] * 8
+    for u in range(4):
+        if u + EARLY < 4:
+            h.append(_state(io.h, u + EARLY))
+            keep_order()
+        _second_pass(at, _in_turn(at, *h[u]), u, xq, xu)
     ptx.wait_group(0)
     ptx.sync_cta()
     _, at = locate(14)
     _place_states(at, scale, xq, xu)
-    found = _sources(cfg, at, xd, sums.tail)
-    ptx.sync_warp()
-    return (*found, yv)
+    return _sources(cfg, at, xd, sums.tail)
 
 
 # ================================================================================================== key side, as in 021
-def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
+def _gradients(cfg, io, at, lane, rate, lower_bound, ask_ahead, sources, decays, shared):
     """Everything of the warp's columns but dbeta; returns their share of dA_log."""
     targets, db_rows, dA, dbias, end = [None] * 4, [None] * 4, Float32(0.0), ptx.zeros(2), None
     unit = LOG2_E if cfg.gate == "softplus" else 1.0
     for b in (3, 2, 1, 0):
+        if AHEAD and b == AHEAD_AT:
+            ask_ahead()
         if b < 3:
             ptx.wait_group(1)
             ptx.sync_warp()
@@ -439,6 +489,10 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
         if cfg.has_bias:
             bias = [unit * ptx.lds1(at.column + BIAS + j * STRETCH) for j in range(2)]
         db, ours, low = [None, None], [None, None], _Names()
+        states = [ptx.ldmatrix_n(at.turned + y + 2 * b * 256, 4, True) for y in (0, DV)]
+        if b:  # into their place, for the next block
+            ptx.sync_warp()
+            _copy_inputs(cfg, io, at, b - 1)
 
         # ---- the lower rows as sources, for the upper ones; all else of them is read again: registers are short
         k = _quads(ptx.ldmatrix_n(at.turned + _inputs_at(b)[1], 2, True))
@@ -454,11 +508,8 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
             if cfg.scaled:
                 *q_rstd, k0, k1 = ptx.lds4(at.rows + j * 128 + 16)
                 q, k = _times(q, _rows(q_rstd)), _times(k, _rows([k0, k1]))
-            kb, x = _times(k, _rows(beta)), [_quads(ptx.ldmatrix_n(at.turned + y + j * 256, 2, True)) for y in (0, DV)]
+            kb, x = _times(k, _rows(beta)), [_quads(y[2 * i : 2 * i + 2]) for y in states]
             sums = _Names(dq=x[0], zk=x[1])  # begin with the states' parts
-            if b and not i:
-                ptx.sync_warp()
-                _copy_inputs(cfg, io, at, b - 1)
             _inside(at, b, i, q, k, kb, g, low, sums)
             if b < 3:
                 _as_source(at, b, i, g, end, decays, sources[b][2 * i : 2 * i + 2], targets, sums)
@@ -483,7 +534,7 @@ def _gradients(cfg, io, at, lane, rate, lower_bound, sources, decays, shared):
                     shared[n] = of_lane(dg[2 * n], 0)
             if cfg.gate != "log":
                 if i:
-                    ptx.wait_group(0)
+                    ptx.wait_group(1 if b else 0)
                     ptx.sync_warp()
                 graw = _raw_gate(cfg, io, at, b, i)
                 for n in range(2):
@@ -531,7 +582,7 @@ def _close(cfg, io, at, warp, lane, n_t):
         mine = Int32(lc == r // 2)
         dots = at.own + mine * (r * 8) + (1 - mine) * (XD + lane * 8)
         for j in range(8):
-            a = [xs[j][0][0], xs[j][1][0], xs[j][0][1], xs[j][1][1]]
+            a = [x[n] | at.nothing for n in range(2) for x in xs[j]]  # see `_in_turn`
             x, y = (ptx.mma16(ptx.zeros(4), a, d) for d in ds[j])
             ptx.sts2(dots + j * 64, [ptx.pick(r % 2, x[1], x[0]), ptx.pick(r % 2, y[3], y[2])])
     ptx.sync_cta()
@@ -568,7 +619,7 @@ def _place(at, smem, warp, lane, n_t):
     row = lane // 2 % 8
     at.sixteen = at.matrices + lane // 16 * 2048 + row * 256 + ((2 * warp + lane % 2) ^ _order(row)) * 16
     at.betas = at.matrices + 2 * E_AT + r // 2 * 32 + r % 2 * 4
-    at.yv = at.matrices + YV + warp * 256 + (q // 2 * 16 + q % 2 * 8 + r) * 4
+    at.yv = at.matrices + YV + warp * 256 + ((q ^ warp // 2) * 8 + r) * 4
 
 
 def _located(cfg, pointers, smem, tid, warp, n_t, chunk, hv, head, qhead, again):
@@ -585,13 +636,13 @@ def _located(cfg, pointers, smem, tid, warp, n_t, chunk, hv, head, qhead, again)
 def _addresses(cfg, at, io, warp, lane, chunk, hv, head, qhead):
     """Element offsets of the thread's first values, and rows' strides; the chunk's small vectors at its columns."""
     col, part, row = warp * 16, (Int64(chunk) * cfg.HV + hv) * K, lane // 2
-    at.head, at.qhead, at.sG, at.sV = head, qhead, cfg.HV * K, cfg.HV * cfg.V * 2
+    at.head, at.qhead, at.sG, at.sV = head, qhead, cfg.HV * K, cfg.HV * V * 2
     at.g = at.qg = (head + row * cfg.HV) * K + col + lane % 2 * 8
     if cfg.H != cfg.HV:
         at.qg = (qhead + row * cfg.H) * K + col + lane % 2 * 8
     at.g32 = ((head + 2 * (lane % 4) * cfg.HV) * K + col + lane // 4) * 4  # in bytes, as the next
-    at.value = ((head + row * cfg.HV) * cfg.V + col + lane % 2 * 8) * 2
-    state = (part + col + lane // 4) * (cfg.V * 2) + lane % 4 * 16
+    at.value = ((head + row * cfg.HV) * V + col + lane % 2 * 8) * 2
+    state = (part + col + lane // 4) * (V * 2) + lane % 4 * 16
     io.h, io.dh = io.h + state, io.dh + state
     io.bias = io.bias + (Int64(hv) * K + col) * 4
     io.dbias = io.dbias + (part + col + lane // 4) * 4
@@ -620,48 +671,42 @@ def _kernel(
         n_t = cutlass.min(T - chunk * 64, 64)
         chunk = batch * ((T + 63) // 64) + chunk
 
-    smem = cute.arch.alloc_smem(Uint32, SMEM // 4, 16).toint()
-    tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, oV, oDq, oDk, oDg, oDA, oDbias)
+    if const_expr(PAUSE > 0):
+        _, row, _ = cute.arch.block_idx()
+        pause(PAUSE, Int32(pid // SMS == 1) * Int32(row == 0))
+    smem = cute.arch.alloc_smem(Uint32, ALL // 4, 16).toint()
+    tensors = (mQ, mK, mGk, mV, mVn, mDo, mDv, mA, mH, mDh, mGraw, mBias, mQr, mKr, oV, oDq, oDk, oDg, oDA, oDbias)
     pointers = [x.iterator.toint() for x in tensors]
     head, qhead = first * cfg.HV + hv, first * cfg.H + h
     locate = functools.partial(_located, cfg, pointers, smem, tid, warp, n_t, chunk, hv, head, qhead)
 
     row = Int64(cutlass.min(tid % 64, n_t - 1))
-    token, lives, zero = head + row * cfg.HV, Int32(tid % 64 < n_t), Float32(0.0)
-    values = [Float32(mBeta[token]), zero, zero, zero]
-    if const_expr(cfg.scaled):
-        values[2], values[3] = Float32(mQr[qhead + row * cfg.H]), Float32(mKr[qhead + row * cfg.H])
-    values[0] = ptx.pick(lives, values[0], zero)
-    *shared, yv = _value_side(cfg, locate, n_t, scale, values)
+    beta = ptx.pick(Int32(tid % 64 < n_t), Float32(mBeta[head + row * cfg.HV]), Float32(0.0))
+    shared = _value_side(cfg, locate, n_t, scale, beta, qhead + row * cfg.H)
     io, at = locate(15)
     tid, lane = at.tid, at.lane
+    ctas, batches, _ = cute.arch.grid_dim()
+    left = Int64(T) * batches - first, ctas * batches - chunk * cfg.HV  # packed tokens may be more than are in chunks
+    ask_ahead = functools.partial(_ask_ahead, cfg, locate, *left)
     rate = Float32(1.0)
     if const_expr(cfg.has_A):
         rate = ptx.ex2(Float32(mAlog[hv]) * LOG2_E)
-    dA = _gradients(cfg, io, at, lane, rate, lower_bound, *shared)
+    dA = _gradients(cfg, io, at, lane, rate, lower_bound, ask_ahead, *shared)
     if const_expr(cfg.has_A):
         ptx.store_row("f32", io.dA + ((Int64(chunk) * 8 + warp) * cfg.HV + hv) * 4, 0, 1 - lane, 0, dA)
-    d_beta = Float32(yv)
     _close(cfg, io, at, warp, lane, n_t)
     if tid < n_t:
+        d_beta = Float32(ptx.lds1(smem + SMEM + tid % 64 * 4))
         for other in range_constexpr(8):
             d_beta = d_beta + ptx.lds1(smem + other * WARP + XG + tid * 4)
         token = head + Int64(tid) * cfg.HV
         if const_expr(cfg.beta_sigmoid):
-            beta = Float32(mBeta[token])
+            beta = Float32(ptx.lds1(at.matrices + 2 * E_AT + tid % 64 // 2 * 32 + tid % 2 * 4))
             d_beta = d_beta * beta * (1.0 - beta / beta_scale)
         oDb[token] = d_beta.to(oDb.element_type)
 
 
 # ---------------------------------------------------------------------------------------------------------- host code
-class _Config(ParentsConfig):
-    """What the kernel is specialised for."""
-
-    def __init__(self, *parents, V):
-        super().__init__(*parents)
-        self.V = V
-
-
 def _launcher(cfg):
     @cute.jit
     def start(
@@ -684,7 +729,7 @@ def _compile(cfg_key, dtypes):
     """The kernel for one specialisation; takes the 25 tensors flattened, then the numbers, and runs on torch's
     current stream."""
     numbers = (Int32(1), Float32(1.0), Float32(0.0), Float32(1.0), Int32(1), Int32(1))
-    return cutecall.compile_for(_launcher(_Config(*cfg_key[:-1], V=cfg_key[-1])), dtypes, numbers)
+    return cutecall.compile_for(_launcher(_Config(*cfg_key)), dtypes, numbers)
 
 
 def run(
@@ -707,7 +752,7 @@ def run(
     )
     tensors = [f32 if x is None else cutecall.flat(x) for x in given]
     tensors += [i64 if x is None else cutecall.flat(x) for x in (cu_seqlens, chunk_indices)]
-    kernel = _compile((*of.key, p.V), tuple([x.dtype for x in tensors]))
+    kernel = _compile(of.key, tuple([x.dtype for x in tensors]))
     kernel(*tensors, p.T, p.scale, *of.numbers[1:])
     if p.varlen:
         launch(zero_tail_kernel, (ZERO_PROGRAMS.value,), dq, dk, dv_out, dg, dbeta, cu_seqlens, p.N, p.T, **of.zero)
@@ -724,8 +769,8 @@ def run(
 
 
 def supports(p):
-    if p.V % 128 or p.V > 512:
-        return False, f"needs V a multiple of 128 up to 512, got {p.V}"
+    if p.V != V:  # wider ones read h, do and dv twice, and lose to 021's two kernels
+        return False, f"needs V={V}, got {p.V}"
     return parents_supports(p)
 
 

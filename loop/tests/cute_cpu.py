@@ -14,7 +14,10 @@ THREADS, WARPS = 256, 8
 LANE = np.arange(THREADS) % 32
 BASE = np.arange(THREADS) - LANE
 KINDS = {"f32": np.float32, "b32": np.uint32}
-OWN = {"put_turned", "put_rows", "load_state", "of_lane", "sum_later_lanes", "bound_pairs"}  # in a kernel's own file
+OWN = {  # in a kernel's own file
+    "put_turned", "put_rows", "load_state", "keep_order", "begun", "pause", "ask_l2", "ask_l2_for", "of_lane",
+    "sum_later_lanes", "bound_pairs",
+}
 active = np.ones(THREADS, bool)
 
 
@@ -71,7 +74,7 @@ class Ptx:
     """The instructions, with the signatures of `_common.ptx`."""
 
     def __init__(self, gmem, smem):
-        self.gmem, self.smem, self.open, self.groups = gmem, smem, [], []
+        self.gmem, self.smem, self.open, self.groups, self.asked = gmem, smem, [], [], []
 
     # ---- memory
     def copy(self, to, address, n, l2="", live=True):
@@ -122,6 +125,16 @@ class Ptx:
 
     def load_state(self, address, off):
         return list(self.gmem.read(threads(address + off, np.int64), 16, np.uint32).T)
+
+    def keep_order(self, *given):
+        pass
+
+    begun = pause = keep_order
+
+    def ask_l2(self, address, off, flag, n=1):
+        self.asked.extend((int(x) + off, n) for x in threads(address, np.int64)[threads(flag, bool)])
+
+    ask_l2_for = lambda self, address, n, flag: self.ask_l2(address, 0, flag, n)  # noqa: E731
 
     def store_row(self, kind, address, off, left, row, *x):
         live = threads(left, np.int32) > row
@@ -284,12 +297,13 @@ def launcher(module, cfg):
         for x in tensors:
             places.append(at)
             at += -(-x.numel() * x.element_size() // 256) * 256 + 256
-        gmem, smem = Memory(at, 0), Memory(module.SMEM, 4096)
+        gmem, smem = Memory(at, 0), Memory(getattr(module, "ALL", module.SMEM), 4096)
         for x, place in zip(tensors, places, strict=True):
             gmem.bytes[place : place + x.numel() * x.element_size()] = x.contiguous().view(torch.uint8).numpy()
         flat = [Tensor(x, gmem, place) for x, place in zip(tensors, places, strict=True)]
         arch = types.SimpleNamespace(
             thread_idx=lambda: (np.arange(THREADS, dtype=np.int32), 0, 0), make_warp_uniform=lambda x: x,
+            grid_dim=lambda: (*map(np.int32, grid), 1),
             alloc_smem=lambda *a: types.SimpleNamespace(toint=lambda: np.int32(4096)),
         )
         module.cute = types.SimpleNamespace(arch=arch)

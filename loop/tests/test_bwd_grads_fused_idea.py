@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels t
 PATH, STAGES = registry.find("022").kernel, "kernel_fun.kda.stages."
 SMALL = {name: replace(case, V=128) for name, case in PARENTS.items()} | {
     "ragged": replace(PARENTS["ragged"], V=128, H=2, HV=2),
-    "wide": replace(PARENTS["gate"], V=256, H=1, HV=1),
-    "wide_ragged": replace(PARENTS["ragged"], V=384, T=70, H=1, HV=1),
-    "wide_varlen": replace(PARENTS["varlen"], V=256, H=1, HV=1),
 }
 
 
@@ -49,13 +47,13 @@ class Chain:
             setattr(module, name, value)
 
 
-def emulated(monkeypatch, source=PATH):
+def emulated(monkeypatch, source=PATH, **constants):
     """The idea with its kernel on the CPU."""
     idea, chain = registry.load("022"), Chain(source)
+    for name, value in constants.items():
+        setattr(chain, name, value)
     monkeypatch.setattr(idea, "supports", lambda p: (True, ""))
-    monkeypatch.setattr(
-        idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(chain, chain._Config(*cfg[:-1], V=cfg[-1]))
-    )
+    monkeypatch.setattr(idea, "_compile", lambda cfg, dtypes: cute_cpu.launcher(chain, chain._Config(*cfg)))
     return idea
 
 
@@ -76,7 +74,7 @@ def races(monkeypatch, name, source=PATH):
     return Ptx.found
 
 
-@pytest.mark.parametrize("name", ["gate", "fp32_gate", "log_normed", "gva", "ragged", "wide", "wide_ragged"])
+@pytest.mark.parametrize("name", ["gate", "fp32_gate", "log_normed", "gva", "ragged"])
 def test_no_thread_reads_or_overwrites_too_early(name, monkeypatch):
     assert races(monkeypatch, name) == []
 
@@ -88,7 +86,48 @@ BARRIERS = [m.span() for m in re.finditer(r"ptx\.sync_(warp|cta)\(\)", PATH.read
 def test_every_barrier_is_needed(span, monkeypatch, tmp_path):
     text, copy = PATH.read_text(), tmp_path / "kernel.py"
     copy.write_text(text[: span[0]] + "None" + text[span[1] :])
-    assert races(monkeypatch, "gate", copy) + races(monkeypatch, "wide", copy) != []
+    assert races(monkeypatch, "gate", copy) != []
+
+
+def asked_and_read(monkeypatch, case, ahead):
+    """Of each CTA: 64-byte pieces it asks L2 for, those of them that are states, and those it reads."""
+    runs = []
+
+    class Ptx(cute_cpu.Ptx):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.read = set()
+            runs.append(self)
+
+        def copy(self, to, address, n, l2="", live=True):
+            super().copy(to, address, n, l2, live)
+            self.read |= {int(x) // 64 for x in cute_cpu.threads(address, np.int64)[cute_cpu.threads(live, bool)]}
+
+        def load_state(self, address, off):
+            self.read |= {int(x + off) // 64 for x in cute_cpu.threads(address, np.int64)}
+            return super().load_state(address, off)
+
+    monkeypatch.setattr(cute_cpu, "Ptx", Ptx)
+    spans.check_spans(emulated(monkeypatch, AHEAD=ahead), case)
+    asked = [[{x // 64 for at, n in run.asked if n > least for x in range(at, at + n, 64)} for least in (0, 1)]
+             for run in runs]
+    return [(*x, run.read) for x, run in zip(asked, runs, strict=True)]
+
+
+def test_asks_for_what_a_later_cta_reads(monkeypatch):
+    """One chunk further on, where there is one: all it reads but dt_bias, and of Akk what is above the diagonal."""
+    found = asked_and_read(monkeypatch, replace(SMALL["gate"], B=1, H=2, HV=2, T=192), 2)
+    assert [len(x) > 0 for x, _, _ in found] == [True] * 4 + [False] * 2
+    for (now, _, _), (_, _, later) in zip(found, found[2:], strict=False):
+        assert len(later - now) <= 128 * 4 // 64
+        assert len(now - later) <= 64
+
+
+def test_asks_for_no_state_that_is_not_there(monkeypatch):
+    found = asked_and_read(monkeypatch, SMALL["varlen"], 1)
+    _, states, read = (set().union(*x) for x in zip(*found, strict=True))
+    assert states
+    assert states <= read
 
 
 def pairs_alone(step, q=None, k=None, do=None, dv=None, v_new=None, seed=0):
@@ -101,7 +140,7 @@ def pairs_alone(step, q=None, k=None, do=None, dv=None, v_new=None, seed=0):
     do, dv, v_new = (x if given is None else given for x, given in zip(drawn, (do, dv, v_new), strict=True))
     beta, gk, scale = 2 * torch.rand(64, generator=draw), step.cumsum(0), 128.0**-0.5
     chain = Chain()
-    cfg = chain._Config(False, "log", False, False, False, False, 4, 1, 1, V=128)
+    cfg = chain._Config(False, "log", False, False, False, False, 4, 1, 1)
     out = [torch.zeros(64 * 128).bfloat16() for _ in range(3)] + [torch.zeros(64 * 128), torch.zeros(64)]
     none, table, state = torch.zeros(128), torch.zeros(4, dtype=torch.int64), torch.zeros(128 * 128).bfloat16()
     given = [q, k, gk, beta, torch.zeros_like(do), v_new, do, dv, torch.eye(64).bfloat16(), state, state]
@@ -155,5 +194,5 @@ def test_refuses_what_it_cannot_do():
     p = replace(SMALL["gate"].problem(), arch=(9, 0))
     assert idea.supports(p) == (True, "")
     assert idea.supports(replace(p, K=64)) == (False, "needs K=128, got 64")
-    assert idea.supports(replace(p, V=64)) == (False, "needs V a multiple of 128 up to 512, got 64")
+    assert idea.supports(replace(p, V=256)) == (False, "needs V=128, got 256")
     assert not idea.supports(replace(p, B=2**16))[0]
