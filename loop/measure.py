@@ -13,7 +13,8 @@ from . import compare, contract, inputs, oracle, peers, registry
 from .cases import Case
 from .verdict import Rejected, Status
 
-HEADS = 2  # groups of heads, or blocks of channels, that the oracle does of a large case
+HEADS = 2  # blocks of channels that the oracle does of a large case, and groups of heads at least
+ORACLE = 1 << 19  # (tokens x value heads) that it does: dA_log has one number a head, and few show little
 TOKEN_HEADS = 1 << 21  # (tokens x value heads) that the baseline does at a time: as many as the largest production case
 PEER_SLACK = 10.0  # budgets allowed to a peer, and to the baseline
 
@@ -24,6 +25,13 @@ def slack_of(arm) -> float:
     sequences are packed): they are held to what shows that they compute the same thing, and their errors are recorded.
     """
     return PEER_SLACK if arm.name in (registry.BASELINE, *peers.names(arm.family)) else 1.0
+
+
+def groups_of(case: Case) -> int:
+    """How many groups of heads, or blocks of channels, the oracle does of a large case."""
+    if case.family == "cconv":
+        return HEADS
+    return max(HEADS, ORACLE // (case.B * case.T * (case.HV // case.H)))
 
 
 class Measured:
@@ -44,7 +52,7 @@ class Measured:
             theirs = self.baseline_outputs(values) if self.baseline else None
         self.seeds += 1
         if "tiny" not in self.case.tags:
-            self.part = oracle.choose(self.case, HEADS, values.seed)
+            self.part = oracle.choose(self.case, groups_of(self.case), values.seed)
             values = oracle.take(values, self.part)
         with self._clock("the oracle"):
             truth = oracle.oracle(values)

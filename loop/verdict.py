@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from .compare import OutputError
 
-PROTOCOL = "check-v4"  # changes when a check proves something else than before
+PROTOCOL = "check-v5"  # changes when a check proves something else than before
 _issued: set[str] = set()
 
 

@@ -271,6 +271,7 @@ def test_large_cases_are_judged_on_random_slices(monkeypatch):
     """The path of the production cases, on a small one whose tag is taken away."""
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
     monkeypatch.setattr(measure, "HEADS", 1)
+    monkeypatch.setattr(measure, "ORACLE", 1)
     result = gate(controls.honest("kda"), case)
     assert result.ok
     assert result.proofs["heads"] == "2 of 4 at random"
@@ -288,6 +289,7 @@ def test_heads_outside_the_slice_are_held_against_the_baseline(monkeypatch):
     """On a GPU fla computes every head; here the honest chain stands in for it."""
     case = dataclasses.replace(cases.get("kda", "tiny_gva"), id="pretend", tags=frozenset())
     monkeypatch.setattr(measure, "HEADS", 1)
+    monkeypatch.setattr(measure, "ORACLE", 1)
 
     def session(bend):
         found = check._Session(Bent(bend), case, (1, 2), torch.device("cpu"), True, None)
@@ -322,3 +324,10 @@ def test_the_baseline_does_a_few_heads_at_a_time_of_a_case_beyond_production_sha
     found = measure.Measured(case, tuple(whole), "000", True).baseline_outputs(values)
     assert calls == [case.HV // case.H] * case.H
     assert all(compare.difference(found[n], t).rel_rms < 1e-5 for n, t in whole.items() if t is not None)
+
+
+def test_the_oracle_does_as_many_heads_as_it_has_time_for():
+    found = {name: measure.groups_of(cases.get("kda", name)) for name in ("prod8192_gate", "kimi8192_safe", "long131k")}
+    assert found == {"prod8192_gate": 4, "kimi8192_safe": 16, "long131k": 3}
+    assert measure.groups_of(cases.get("kda", "small")) >= 16, "all of them"
+    assert measure.groups_of(cases.get("cconv", "prod8192_qk")) == measure.HEADS
