@@ -41,13 +41,26 @@ def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
     places = sorted(shown, key=lambda at: (at[0], list(TITLES).index(at[1]), _rank(*at[1:])))
     lines = []
     for (device, family), group in itertools.groupby(places, lambda at: at[:2]):
-        lines += [f"{TITLES[family]} on one {device}:", "", _cells(COLUMNS), _cells(["---"] * len(COLUMNS))]
-        lines += [*(_line(shown[at], *at[1:], callers) for at in group), ""]
+        here = list(group)
+        steps = [shown[at]["fwdbwd"] for at in here if "fwdbwd" in shown[at]]
+        lines += [f"{TITLES[family]} on one {device}{_headline(steps)}:", ""]
+        lines += [_cells(COLUMNS), _cells(["---"] * len(COLUMNS))]
+        lines += [*(_line(shown[at], *at[1:], callers) for at in here), ""]
     timed = [e for modes in shown.values() for e in modes.values()]
     old, notes = sum(bool(e.get("stale")) for e in timed), [LEGEND]
     if old:
         notes.append(f"{old} of {len(timed)} rows are of an earlier source than the present (`stale` on the board).")
     return "\n".join([*lines, " ".join(notes)])
+
+
+def _headline(steps: Sequence[dict]) -> str:
+    """The range of the ratios and of the peaks, in words; nothing for fewer than two cases."""
+    if len(steps) < 2:
+        return ""
+    ratios = [e["ratio"] for e in steps]
+    said = f", a forward and backward {min(ratios):.1f} to {max(ratios):.1f} times as fast as fla's"
+    peaks = [e["peak_bytes"] / e["baseline_peak_bytes"] for e in steps if e["peak_bytes"] and e["baseline_peak_bytes"]]
+    return said + (f", in {min(peaks):.2f} to {max(peaks):.2f} of its memory" if peaks else "")
 
 
 def _cells(texts: Iterable[str]) -> str:

@@ -242,6 +242,10 @@ def test_readme_numbers_come_from_rows():
     both = readme.rendered(text, [*step, entry | {"mode": "fwdbwd-loop", "row_id": "hidden"}], {})
     assert "| c |  | 3.00 | 1.00 | **3.00** | 1.900 to 2.100 | 2.00 |  | 50 % |  | 0.75 | `step` |" in both
     assert "hidden" not in both
+    two = [step[1], step[1] | {"case": "d", "ratio": 4.0, "peak_bytes": 2}]
+    assert "NVIDIA X, a forward and backward 3.0 to 4.0 times as fast as fla's, in 0.50 to 0.75 of its memory:" in (
+        readme.rendered(text, two, {})
+    )
     named = readme.rendered(text, [entry | {"case": case} for case in ("small", "prod8192")], {})
     assert named.index("| prod8192 | B16 T8192 H16 K128 V256: ") < named.index("| small | B1 T4096 H16 K128 V128: ")
     assert "rows are of an earlier source" not in shown
