@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution, forward, as one-shot tiles: every load of a tile is on its way before any arithmetic.
+"""Short causal depthwise convolution, forward, as tiles: all loads of a tile are on their way before any arithmetic.
 
 Parent: 001 (strips of 128 rows, groups of 8 rows loaded and worked on in turn, one wave of CTAs at T 2048).
 Delta: a CTA takes a tile [SEG x R rows, BD channels] once. A thread has 16 bytes of channels of R + W - 1 consecutive
@@ -8,22 +8,23 @@ Delta: a CTA takes a tile [SEG x R rows, BD channels] once. A thread has 16 byte
     x that lies as [B,D,T] is read 16 bytes of time a thread, convolved there, and turned as it is stored.
 Why it should be faster: 001 loses 10 us a call to one wave of long strips, and to weights read in steps of 16 bytes
     (32 lines a request) before the first row; turned x was read 2 bytes a lane. Bytes are the same, 2 per element.
-Constraints: as 001. What has an initial state, or a grid beyond CUDA's, is 001's kernel; packed rows too where there are
-    more than CUTS sequences, and where x is turned. x counts as turned where time is its unit stride and channels are
-    not.
+Constraints: as 001. What has an initial state, or a grid beyond CUDA's, is 001's kernel; packed rows too where they
+    are more than CUTS sequences, or x is turned. x counts as turned where time is its unit stride and channels are not;
+    its loads are 16 bytes wide where T is a multiple of 16.
 """
 import torch
 import triton
 import triton.language as tl
 
 from kernel_fun._common.launch import launch
-from kernel_fun.cconv.stages.k001_conv_strip import INTERPRETED, conv_ht_kernel, supports
+from kernel_fun.cconv.stages.k001_conv_strip import INTERPRETED, conv_ht_kernel
 from kernel_fun.cconv.stages.k001_conv_strip import fwd as strip_fwd
+from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Constants of the tiles: bytes of channels a thread, rows a thread, and warps, which are its segments of R rows. A grid of
-# fewer than FEW tiles takes ROWS_FEW rows a thread: more CTAs, that end at different times.
+# Of the tiles: bytes of channels a thread, rows a thread, and warps, each of which has a segment of that many rows. A
+# grid of fewer than FEW tiles takes ROWS_FEW rows a thread: more CTAs, that end at different times.
 BYTES = 16
 ROWS, ROWS_FEW = 8, 8
 SEG = 4
@@ -42,7 +43,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # ----------------------------------------------------------------------------------------------------- device functions
 @triton.jit
 def _wide(b):
-    """fp32 of bf16, fp16 or fp32. The compiler takes two instructions for the upper bf16 of a register, and it needs one."""
+    """fp32 of bf16, fp16 or fp32. For the upper bf16 of a register the compiler takes two instructions; one is enough."""
     if EXACT or b.dtype != tl.bfloat16:
         return b.to(tl.float32)
     else:
@@ -111,14 +112,14 @@ def _taps(b_w, W: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def _cuts(bos, eos, row, LENGTH: tl.constexpr):
-    """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos) starts at
-    row + i. An empty one starts nowhere, so that no bit is added twice."""
+    """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos) starts
+    at row + i. An empty one starts nowhere, so that no bit is added twice."""
     i = bos.to(tl.int32)[None, :] - row[:, None]
     hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
     return tl.sum(tl.where(hit, 1 << (i & 31), 0), 1)
 
 
-# ------------------------------------------------------------------------------------------------------ rows of channels
+# ----------------------------------------------------------------------------------------------------- rows of channels
 @triton.jit
 def _tile_row(xs, j: tl.constexpr, ws, b, cut, W: tl.constexpr, MODE: tl.constexpr, CUT: tl.constexpr):
     """Row j of every segment [SEG, BD], from the W loaded rows that end there: xs[j] is the oldest. With CUT, bit i of
@@ -213,7 +214,7 @@ def conv_tile_kernel(
             _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, None, W, R, MODE, False, EVEN, FULL)
 
 
-# -------------------------------------------------------------------------------------------------------------- turned x
+# ------------------------------------------------------------------------------------------------------------- turned x
 @triton.jit
 def _eighths(b, BD: tl.constexpr, BG: tl.constexpr):
     """[BD, 8 BG] as 8 tensors [BD, BG]: number i holds column 8 g + i of every group g. Within a thread, no copies."""
@@ -294,6 +295,10 @@ def _tile_column(xs, i: tl.constexpr, ws, b, W: tl.constexpr, MODE: tl.constexpr
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
+def supports(p) -> tuple[bool, str]:
+    return strip_supports(p)
+
+
 def _mode(p) -> str:
     return SIGMOID if p.activation == "silu" else "none"
 
@@ -312,7 +317,8 @@ def _fits(x, rows: int) -> bool:
 def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
     """x [B,T,D], weight [D,W], bias [D], residual [B,T,D], h0 [N,D,W] -> y [B,T,D] contiguous, ht [N,D,W] or None."""
     plain = x.numel() and h0 is None
-    if plain and x.stride(2) == 1 and p.N <= (CUTS if p.varlen else p.N) and _fits(x, SEG * max(ROWS, ROWS_FEW)):
+    few = not p.varlen or p.N <= CUTS
+    if plain and few and x.stride(2) == 1 and _fits(x, SEG * min(ROWS, ROWS_FEW)):
         y = _tiles(x, weight.contiguous(), bias, residual, p, cu_seqlens)
     elif plain and turned(x) and cu_seqlens is None and _fits(x, TURNED[1]):
         y = _turned(x, weight.contiguous(), bias, residual, p)
