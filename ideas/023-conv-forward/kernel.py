@@ -43,7 +43,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # ----------------------------------------------------------------------------------------------------- device functions
 @triton.jit
 def _wide(b):
-    """fp32 of bf16, fp16 or fp32. For the upper bf16 of a register the compiler takes two instructions; one is enough."""
+    """fp32 of bf16, fp16 or fp32. The compiler takes two instructions for a register's upper bf16; one will do."""
     if EXACT or b.dtype != tl.bfloat16:
         return b.to(tl.float32)
     else:
@@ -165,7 +165,7 @@ def conv_tile_kernel(
     W: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, N2: tl.constexpr,
 ):
-    """One CTA: SEG segments of R rows of one batch row, BD channels; all rows of it exist if FULL, all channels if EVEN.
+    """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
     N2: a power of two, N at least."""
     i_b = tl.program_id(2).to(tl.int64)
     i_t = tl.program_id(1) * (SEG * R)

@@ -1,0 +1,119 @@
+"""Idea 024: the backward of x that lies along time, against the fp64 reference."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernel_fun.cconv import reference
+from loop import interpreter, registry
+from loop.tests.test_conv_forward_idea import never, turn
+from loop.tests.test_conv_idea import CU, assert_matches, in_fp64, make
+
+
+@pytest.fixture
+def idea():
+    """A module of its own for each test, which may change its constants."""
+    return registry.fresh("024")
+
+
+@pytest.fixture
+def alone(idea, monkeypatch):
+    """The idea without the kernel that it falls back on."""
+    monkeypatch.setattr(idea, "strip_bwd", never)
+    return idea
+
+
+def backward(module_spans, c):
+    tensors = {n: getattr(c, n) for n in ("x", "weight", "bias", "h0", "dy", "dht")}
+    return module_spans["bwd"](**tensors, p=c.p, cu_seqlens=c.cu_seqlens)
+
+
+def check(idea, c):
+    assert_matches(backward(idea.SPANS, c), backward(reference.STAGES, in_fp64(c)), c.x.dtype)
+
+
+def stateless(B, T, D, W, **flags):
+    return turn(make(B, T, D, W, h0=False, ht=False, **flags))
+
+
+@pytest.mark.parametrize(
+    ("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
+)
+@pytest.mark.parametrize("group", [8, 16])
+def test_every_width_and_dtype(alone, group, W, dtype, monkeypatch):
+    monkeypatch.setattr(alone, "GROUP", group)
+    check(alone, stateless(2, 83, 40, W, dtype=dtype))
+
+
+@pytest.mark.parametrize("flags", [{}, {"act": "silu"}, {"bias": True}, {"residual": True}], ids=str)
+def test_each_feature_alone(alone, flags):
+    flags = {"act": None, "bias": False, "residual": False} | flags
+    check(alone, stateless(2, 64, 64, 4, dtype=torch.float32, **flags))
+
+
+@pytest.mark.parametrize("T", [2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 129])
+def test_short_and_ragged_rows(alone, T):
+    check(alone, stateless(2, T, 16, 4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("constants", [{"TILE": (16, 16, 4)}, {"TILE": (32, 32, 4), "GROUP": 16}, {"TILES": 1}], ids=str)
+def test_tiles_join(alone, constants, monkeypatch):
+    for name, value in constants.items():
+        monkeypatch.setattr(alone, name, value)
+    for T, D in ((128, 64), (81, 40)):
+        check(alone, stateless(2, T, D, 4, dtype=torch.float32))
+
+
+def test_gradients_in_any_strides(alone):
+    """Time-major, a slice, and the stride-0 gradient of a sum, without a copy."""
+    plain = stateless(2, 21, 32, 4, dtype=torch.float32)
+    ones = torch.ones((), device=plain.x.device).expand(2, 21, 32)
+    for dy in (turn(plain).dy, torch.cat([plain.dy] * 3, -1)[..., 32:64], plain.dy.mT.contiguous().mT, ones):
+        c = SimpleNamespace(**(vars(plain) | {"dy": dy}))
+        assert backward(alone.SPANS, c)["dresidual"] is dy
+        check(alone, c)
+
+
+def test_what_else_is_for_the_strips(idea, monkeypatch):
+    """States, packed rows, x by rows of channels, and a grid that would not fit."""
+    flags = {"dtype": torch.float32, "h0": False, "ht": False}
+    plain, packed = make(2, 29, 32, 4, **flags), turn(make(1, 29, 32, 4, cu=CU, **flags))
+    start, end = (turn(make(2, 29, 32, 4, **(flags | {name: True}))) for name in ("h0", "ht"))
+    for c in (plain, packed, start, end):
+        check(idea, c)
+    monkeypatch.setattr(idea, "strip_bwd", never)
+    backward(idea.SPANS, turn(plain))
+    monkeypatch.setattr(idea, "GRID", 1)
+    for c in (plain, packed, start, end, turn(plain)):
+        with pytest.raises(AssertionError, match="the strips ran"):
+            backward(idea.SPANS, c)
+
+
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 8), (0, 0)])
+def test_nothing_to_do(idea, B, T):
+    c = stateless(B, T, 32, 4, dtype=torch.float32)
+    out, want = backward(idea.SPANS, c), backward(reference.STAGES, c)
+    assert all(torch.equal(out[name], t) for name, t in want.items() if t is not None)
+
+
+def test_large_arguments_stay_finite(alone):
+    c = stateless(1, 9, 32, 4, dtype=torch.float32)
+    c.x *= 1e4
+    check(alone, c)
+
+
+def test_same_inputs_same_bits(alone):
+    c = stateless(2, 29, 40, 4, dtype=torch.bfloat16)
+    first, second = backward(alone.SPANS, c), backward(alone.SPANS, c)
+    assert all(torch.equal(first[n], second[n]) for n in ("dx", "dw", "db"))
+
+
+def test_hopper_build(idea):
+    """x, dy and dx move 16 bytes a thread; only weights, sums and the group's neighbours move less. Nothing spills."""
+    (built,) = interpreter.compile_many(idea.COMPILE)
+    assert built.spills == 0
+    assert built.regs * 32 * idea.TILE[2] * 2 <= 65536
+    assert built.sass.count("LDG.E.128") >= 4
+    assert built.sass.count("STG.E.128") == 2
+    assert "LDG.E.U16" not in built.sass
