@@ -57,7 +57,9 @@ def test_short_and_ragged_rows(alone, T):
     check(alone, stateless(2, T, 16, 4, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("constants", [{"TILE": (16, 16, 4)}, {"TILE": (32, 32, 4), "GROUP": 16}, {"TILES": 1}], ids=str)
+@pytest.mark.parametrize(
+    "constants", [{"TILE": (16, 16, 4)}, {"TILE": (32, 32, 4), "GROUP": 16}, {"TILES": 1}], ids=str
+)
 def test_tiles_join(alone, constants, monkeypatch):
     for name, value in constants.items():
         monkeypatch.setattr(alone, name, value)

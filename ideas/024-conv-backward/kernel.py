@@ -43,8 +43,8 @@ def _wide(b):
         )
 
 
-# A tensor [BD, BG n] as n tensors [BD, BG]: number i holds column n g + i of every group g. A thread has whole groups, so
-# that nothing is copied.
+# A tensor [BD, BG n] as n tensors [BD, BG]: number i holds column n g + i of every group g. A thread has whole groups,
+# so that nothing is copied.
 @triton.jit
 def _quarters(b, BD: tl.constexpr, BG: tl.constexpr):
     even, odd = tl.split(tl.reshape(b, (BD, BG, 2, 2)))
