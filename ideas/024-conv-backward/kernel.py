@@ -1,31 +1,53 @@
-"""The convolution's backward of x that lies along time, [B,D,T]: read as it lies, and turned only in shared memory.
+"""The convolution's backward: tiles for packed rows, and for x that lies along time; dense rows stay 001's strips.
 
-Parent: 001 (strips down time over channels, whose loads of such an x are 2 bytes a lane).
-Delta: a CTA takes tiles [BD channels, BT rows]. A thread has a group of 8 consecutive rows of a channel, 16 bytes of x,
-    and reads the rows that it needs of the groups before and after again, from L1. dy comes by rows of channels and is
-    turned in shared memory to lie as x; the first W - 1 rows of the next group come the same way. dx is turned back and
-    stored by rows of channels. Sums for dw and db are one partial a CTA, added up by 001's second kernel.
-Why it should be faster: bytes. x, dy and dx are moved once, in lines of 128 bytes; 001 asks for 32 sectors of x a row
-    and warp. 3/8 of the pre-activations are computed twice.
-Constraints: as 001. States, packed rows, an x that lies otherwise, and a grid beyond CUDA's are 001's kernel. dy in any
-    strides, fast where channels are unit-stride; x is read 16 bytes a thread where T is a multiple of 16.
+Parent: 001 (strips down time, which visit packed sequences in turn; x along time is read 2 bytes a lane).
+Delta: packed rows in tiles [SEG x R rows, BD channels], with every load on its way before any arithmetic. x and dy are
+    loaded by plain rows; one mask of the rows at which a sequence starts, from one vector load of cu_seqlens, cuts the
+    window. The W - 1 rows before and 2 (W - 1) after a segment are read again, and W - 1 gradients computed again.
+    x along time in tiles [BD channels, BT rows]: a thread has 8 rows of a channel, 16 bytes; dy is turned to lie so in
+    shared memory, and dx back. Sums are one partial a CTA, added up by 001's second kernel, which fills all of dw and
+    db: they are no longer cleared first.
+Why it should be faster: packed, 001 has 2 CTAs a multiprocessor that wait for the sequence's bounds, the weights, the
+    first rows, each group and the last rows one after another: 66 us where the bytes take 24. Along time, 001 asks for
+    32 sectors of x a row and warp; here x, dy and dx move once, in lines of 128 bytes.
+Constraints: as 001. States, and whatever else fits neither kind of tile, are 001's kernels. x counts as turned where
+    time is its unit stride and channels are not; it is read 16 bytes a thread where T is a multiple of 16.
 """
 import torch
 import triton
 import triton.language as tl
 
 from kernel_fun._common.launch import launch
-from kernel_fun.cconv.stages.k001_conv_strip import INTERPRETED, _bias, _channels, _grad, conv_sum_kernel
+from kernel_fun.cconv.stages.k001_conv_strip import BWD as STRIP
+from kernel_fun.cconv.stages.k001_conv_strip import BWD_STAGES as STRIP_STAGES
+from kernel_fun.cconv.stages.k001_conv_strip import (
+    INTERPRETED,
+    _bias,
+    _channels,
+    _grad,
+    conv_bwd_kernel,
+    conv_sum_kernel,
+)
+from kernel_fun.cconv.stages.k001_conv_strip import _launch as strip_launch
 from kernel_fun.cconv.stages.k001_conv_strip import bwd as strip_bwd
 from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-TILE = (64, 64, 8)  # channels and rows of a tile, warps
-GROUP = 8           # rows of a thread: 8 or 16
-TILES = 4           # tiles of a CTA, one after another down time: one partial sum for all of them
-REGS = None         # registers a thread at most
-GRID = 65535        # CTAs along the grid's second and third axes
+# Rows of channels: bytes of channels a thread, its rows, and warps, each of which has a segment of that many rows.
+BYTES = 8
+ROWS = 8
+SEG = 8
+REGS = 128           # registers a thread at most: two CTAs
+DENSE = "strips"     # or "tiles": what dense rows take
+CUTS = 512           # packed sequences at most
+# Turned x: channels and rows of a tile, warps; rows of a thread, 8 or 16; tiles of a CTA, one after another down time,
+# for one partial sum; registers.
+TILE = (64, 64, 8)
+GROUP = 8
+TILES = 4
+TURNED_REGS = None
+GRID = 65535         # CTAs along the grid's second and third axes
 
 EXACT = tl.constexpr(INTERPRETED)
 
@@ -43,6 +65,156 @@ def _wide(b):
         )
 
 
+# ----------------------------------------------------------------------------------------------------- rows of channels
+@triton.jit
+def _cuts(bos, eos, row, LENGTH: tl.constexpr):
+    """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos)
+    starts at row + i. An empty one starts nowhere, so that no bit is added twice."""
+    i = bos.to(tl.int32)[None, :] - row[:, None]
+    hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
+    return tl.sum(tl.where(hit, 1 << (i & 31), 0), 1)
+
+
+@triton.jit
+def _joined(b, cut, first: tl.constexpr, k: tl.constexpr, CUT: tl.constexpr):
+    """b where none of the k rows that start at bit `first` of `cut` starts a sequence, else 0."""
+    if CUT:
+        b = tl.where((cut & (((1 << k) - 1) << first)) == 0, b, 0.0)
+    return b
+
+
+@triton.jit
+def _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut, sums, W: tl.constexpr, R: tl.constexpr, SILU: tl.constexpr,
+               CUT: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr):
+    """R rows of every segment: writes dx and returns the sums [SEG, BD], of the weights by lag, then of the bias.
+    xs[i + W - 1] and dys[i] are row i; bit i of `cut` is of row i - (W - 2)."""
+    gs = ()
+    for i in tl.static_range(R + W - 1):
+        x0 = _wide(xs[i + W - 1])
+        z = x0 * ws[0]
+        if b_b is not None:
+            z += b_b
+        past = (x0,)
+        for k in tl.static_range(1, W):
+            xk = _joined(_wide(xs[i + W - 1 - k]), cut, i + W - 1 - k, k, CUT)
+            z += xk * ws[k]
+            past += (xk,)
+        g = _grad(_wide(dys[i]), z, SILU)
+        gs += (g,)
+        if i < R:
+            new = ()
+            for k in tl.static_range(W):
+                new += (sums[k] + g * past[k],)
+            sums = new + (sums[W] + g,)  # noqa: RUF005  (Triton has no starred tuples)
+        if i >= W - 1:
+            d = gs[i - W + 1] * ws[0]
+            for k in tl.static_range(1, W):
+                d += _joined(gs[i - W + 1 + k], cut, i, k, CUT) * ws[k]
+            d = d.to(p_dx.dtype.element_ty)
+            if FULL and EVEN:
+                tl.store(p_dx, d)
+            else:
+                tl.store(p_dx, d, mask=(o_t + (i - W + 1) < T)[:, None] & m_d[None, :])
+            p_dx += D
+    return sums
+
+
+@triton.jit
+def _load_row(p, t, T, m_d, INSIDE: tl.constexpr):
+    """A row of every segment, by time `t` [SEG]; INSIDE: it exists."""
+    if INSIDE:
+        b = tl.load(p)
+    else:
+        b = tl.load(p, mask=((t >= 0) & (t < T))[:, None] & m_d[None, :], other=0)
+    return b
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def conv_tile_bwd_kernel(
+    x, dy,         # [B, T, D] by strides, channels one after another
+    dx,            # [B, T, D] contiguous
+    partial,       # [CTAs of time and batch, W (+ 1 with a bias), D] fp32: sums by weight column, then the bias
+    weight,        # [D, W]
+    bias,          # [D] or None
+    cu_seqlens,    # [N + 1] or None
+    N, T, D, sx_n, sx_t, sy_n, sy_t,
+    W: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, N2: tl.constexpr,
+):
+    """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
+    N2: a power of two, N at least."""
+    i_b = tl.program_id(2).to(tl.int64)
+    i_t = tl.program_id(1) * (SEG * R)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    o_r = tl.arange(0, SEG) * R
+    o_t = i_t + o_r
+    p_x = x + i_b * sx_n + i_t.to(tl.int64) * sx_t + ((o_r - (W - 1)) * sx_t)[:, None] + o_d[None, :]
+    p_dy = dy + i_b * sy_n + i_t.to(tl.int64) * sy_t + (o_r * sy_t)[:, None] + o_d[None, :]
+    p_dx = dx + (i_b * T + i_t) * D + (o_r * D)[:, None] + o_d[None, :]
+    b_w = _weights(weight, o_d, m_d, W)   # before x: they are there first, and are turned while x comes
+    bos, eos = None, None
+    if cu_seqlens is not None:
+        o_n = tl.arange(0, N2)
+        bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0)
+        eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0)
+    xs = ()
+    dys = ()
+    for j in tl.static_range(R + 2 * (W - 1)):
+        xs += (_load_row(p_x, o_t + (j - W + 1), T, m_d, FULL and EVEN and j >= W - 1 and j < R + W - 1),)
+        p_x += sx_t
+        if j >= W - 1:
+            dys += (_load_row(p_dy, o_t + (j - W + 1), T, m_d, FULL and EVEN and j < R + W - 1),)
+            p_dy += sy_t
+    ws = _lags(b_w, W)
+    b_b = None
+    if bias is not None:
+        b_b = _bias(bias, o_d, m_d)[None, :]
+    sums = ()
+    for _k in tl.static_range(W + 1):
+        sums += (tl.zeros([SEG, BD], tl.float32),)
+    if cu_seqlens is None:
+        sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, None, sums, W, R, SILU, False, EVEN, FULL)
+    else:
+        cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3)
+        if tl.max(cut, 0) != 0:
+            sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut[:, None], sums, W, R, SILU, True, EVEN, FULL)
+        else:
+            sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, None, sums, W, R, SILU, False, EVEN, FULL)
+    ROWS: tl.constexpr = W if bias is None else W + 1
+    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
+    for k in tl.static_range(W):
+        tl.store(p + (W - 1 - k) * D, tl.sum(sums[k], 0), mask=m_d)
+    if bias is not None:
+        tl.store(p + W * D, tl.sum(sums[W], 0), mask=m_d)
+
+
+@triton.jit
+def _weights(weight, o_d, m_d, W: tl.constexpr):
+    """[BD, W] as they lie, a channel's beside each other; three taps are filled up to four."""
+    o_w = tl.arange(0, 4 if W == 3 else W)
+    return tl.load(weight + o_d[:, None] * W + o_w[None, :], mask=m_d[:, None] & (o_w < W)[None, :], other=0)
+
+
+@triton.jit
+def _lags(b_w, W: tl.constexpr):
+    """W tensors [1, BD] of `_weights`, by lag: the first multiplies the row itself."""
+    b_w = b_w.to(tl.float32)
+    if W == 2:
+        w0, w1 = tl.split(b_w)
+        ws = (w1[None, :], w0[None, :])
+    else:
+        even, odd = tl.split(tl.reshape(b_w, (b_w.shape[0], 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        if W == 3:
+            ws = (w2[None, :], w1[None, :], w0[None, :])
+        else:
+            ws = (w3[None, :], w2[None, :], w1[None, :], w0[None, :])
+    return ws
+
+
+# ------------------------------------------------------------------------------------------------------------- turned x
 # A tensor [BD, BG n] as n tensors [BD, BG]: number i holds column n g + i of every group g. A thread has whole groups,
 # so that nothing is copied.
 @triton.jit
@@ -212,47 +384,103 @@ def turned(x) -> bool:
 def _fits(x, dy, rows: int) -> bool:
     """Do the grid and the offsets within a tile of `rows` rows hold x [B, T, D] and dy?"""
     B, T, D = x.shape
-    return B <= GRID and triton.cdiv(T, rows) <= GRID and (rows + 20) * max(dy.stride(1), D) < 2**31
+    row = max(dy.stride(1), D, x.stride(1))
+    return B <= GRID and triton.cdiv(T, rows) <= GRID and (rows + 20) * row < 2**31
 
 
 def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
     """-> dx [B,T,D] contiguous in x's dtype; dw, db, dh0 in their inputs' dtypes or None; dresidual is dy itself."""
-    stateless = h0 is None and dht is None and cu_seqlens is None
-    if not (x.numel() and stateless and turned(x) and _fits(x, dy, TILE[1])):
+    if not x.numel() or h0 is not None or dht is not None:
         return strip_bwd(x=x, weight=weight, bias=bias, h0=h0, dy=dy, dht=dht, p=p, cu_seqlens=cu_seqlens)
+    rows_lie = x.stride(2) == 1 and dy.stride(2) == 1 and p.N <= CUTS
+    if turned(x) and cu_seqlens is None and _fits(x, dy, TILE[1]):
+        run = _turned
+    elif rows_lie and (cu_seqlens is not None or DENSE == "tiles") and _fits(x, dy, SEG * ROWS):
+        run = _tiles
+    else:
+        run = _strips
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = run(x, dy, dx, weight.contiguous(), bias, p, cu_seqlens)
+    dw, db = _sums(partial, weight, bias)
+    return {"dx": dx, "dw": dw, "db": db, "dresidual": dy if p.has_residual else None, "dh0": None}
+
+
+def _partial(x, parts: int, W: int, bias):
+    """The sums of `parts` CTAs or strips, to be written: [parts, W (+ 1), D] fp32."""
+    return torch.empty((parts, W + (bias is not None), x.shape[2]), dtype=torch.float32, device=x.device)
+
+
+def _sums(partial, weight, bias):
+    """dw [D, W] and db [D] or None of `_partial`."""
+    parts, rows, D = partial.shape
+    dw, db = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (weight, bias))
+    BC = min(32, triton.next_power_of_2(D))
+    launch(
+        conv_sum_kernel, (triton.cdiv(D, BC), rows), partial, dw, db, parts, D,
+        W=weight.shape[1], ROWS=rows, BS=64, BC=BC, num_warps=4,
+    )
+    return dw, db
+
+
+def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
+    """Writes dx where channels are of unit stride; returns `_partial`."""
+    B, T, D = x.shape
+    W, BD = weight.shape[1], min(32 * BYTES // x.element_size(), triton.next_power_of_2(D))
+    NT = triton.cdiv(T, SEG * ROWS)
+    partial = _partial(x, B * NT, W, bias)
+    launch(
+        conv_tile_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N, T, D,
+        *x.stride()[:2], *dy.stride()[:2],
+        W=W, BD=BD, R=ROWS, SEG=SEG, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % (SEG * ROWS) == 0,
+        N2=0 if cu_seqlens is None else max(triton.next_power_of_2(p.N), 32), num_warps=SEG, maxnreg=REGS,
+    )
+    return partial
+
+
+def _turned(x, dy, dx, weight, bias, p, cu_seqlens):
+    """Writes dx where x's time is of unit stride; returns `_partial`. Dense rows alone."""
     B, T, D = x.shape
     W = weight.shape[1]
     BD, BT, warps = TILE
     CT = triton.cdiv(T, BT * TILES)
-    rows = W if bias is None else W + 1
-    dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    dw, db = torch.empty_like(weight, memory_format=torch.contiguous_format), None
-    if bias is not None:
-        db = torch.empty_like(bias, memory_format=torch.contiguous_format)
-    partial = torch.empty((B * CT, rows, D), dtype=torch.float32, device=x.device)
+    partial = _partial(x, B * CT, W, bias)
     launch(
-        conv_turned_bwd_kernel, (triton.cdiv(D, BD), CT, B), x, dy, dx, partial, weight.contiguous(), bias,
+        conv_turned_bwd_kernel, (triton.cdiv(D, BD), CT, B), x, dy, dx, partial, weight, bias,
         T, D, x.stride(0), x.stride(2), *dy.stride(),
         W=W, BD=BD, BT=BT, G=GROUP, TILES=TILES, SILU=p.activation == "silu", EVEN=D % BD == 0,
-        FULL=T % (BT * TILES) == 0, DY_UNIT=dy.stride(2) == 1, num_warps=warps, maxnreg=REGS,
+        FULL=T % (BT * TILES) == 0, DY_UNIT=dy.stride(2) == 1, num_warps=warps, maxnreg=TURNED_REGS,
     )
-    BC = min(32, triton.next_power_of_2(D))
+    return partial
+
+
+def _strips(x, dy, dx, weight, bias, p, cu_seqlens):
+    """001's kernel, without states: writes dx, returns `_partial`."""
+    B, T, D = x.shape
+    W = weight.shape[1]
+    grid, L, NS, BD, warps = strip_launch(x, W, STRIP, x.element_size(), W - 1, cu_seqlens)
+    partial = _partial(x, B * NS, W, bias)
     launch(
-        conv_sum_kernel, (triton.cdiv(D, BC), rows), partial, dw, db, B * CT, D, W=W, ROWS=rows, BS=64, BC=BC,
-        num_warps=4,
+        conv_bwd_kernel, grid, x, dy, dx, partial, weight, bias, None, None, cu_seqlens, p.N, T, D, L, NS,
+        *x.stride(), *dy.stride(),
+        W=W, BD=BD, G=STRIP["G"], SILU=p.activation == "silu", EVEN=D % BD == 0, X_UNIT=x.stride(2) == 1,
+        DY_UNIT=dy.stride(2) == 1, STAGES=STRIP_STAGES, num_warps=warps, maxnreg=STRIP["regs"],
     )
-    return {"dx": dx, "dw": dw, "db": db, "dresidual": dy if p.has_residual else None, "dh0": None}
+    return partial
 
 
 SPANS = {"bwd": bwd}
 
-_STRIDES = dict.fromkeys(("T", "D", "sx_n", "sx_d", "sy_n", "sy_t"), "i32:16")
+_TYPES = {"x": "*bf16", "dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "weight": "*fp32"}
+_TYPES |= dict.fromkeys(("D", "sx_n", "sy_n", "sy_t"), "i32:16")
+_FIXED = {"bias": None, "W": 4, "SILU": True, "EVEN": True, "FULL": True}
+_ROWS = _FIXED | {"BD": 16 * BYTES, "R": ROWS, "SEG": SEG}
+_TILE = _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32"}
 COMPILE = [
+    (conv_tile_bwd_kernel, _TILE | {"cu_seqlens": "*i64"}, _ROWS | {"N2": 64}, SEG, 3, {"maxnreg": REGS}),
+    (conv_tile_bwd_kernel, _TILE, _ROWS | {"cu_seqlens": None, "N2": 0}, SEG, 3, {"maxnreg": REGS}),
     (
-        conv_turned_bwd_kernel,
-        _STRIDES | {"x": "*bf16", "dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "weight": "*fp32"},
-        {"bias": None, "sy_d": 1, "W": 4, "BD": TILE[0], "BT": TILE[1], "G": GROUP, "TILES": TILES, "SILU": True,
-         "EVEN": True, "FULL": True, "DY_UNIT": True},
-        TILE[2], 3, {"maxnreg": REGS},
+        conv_turned_bwd_kernel, _TYPES | {"T": "i32:16", "sx_d": "i32:16"},
+        _FIXED | {"sy_d": 1, "BD": TILE[0], "BT": TILE[1], "G": GROUP, "TILES": TILES, "DY_UNIT": True},
+        TILE[2], 3, {"maxnreg": TURNED_REGS},
     ),
 ]

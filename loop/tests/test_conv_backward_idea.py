@@ -1,4 +1,4 @@
-"""Idea 024: the backward of x that lies along time, against the fp64 reference."""
+"""Idea 024: the backward in tiles, of packed rows and of x that lies along time, against the fp64 reference."""
 
 from types import SimpleNamespace
 
@@ -19,8 +19,10 @@ def idea():
 
 @pytest.fixture
 def alone(idea, monkeypatch):
-    """The idea without the kernel that it falls back on."""
+    """The idea without the kernels that it falls back on, and with tiles for dense rows."""
     monkeypatch.setattr(idea, "strip_bwd", never)
+    monkeypatch.setattr(idea, "_strips", never)
+    monkeypatch.setattr(idea, "DENSE", "tiles")
     return idea
 
 
@@ -33,8 +35,12 @@ def check(idea, c):
     assert_matches(backward(idea.SPANS, c), backward(reference.STAGES, in_fp64(c)), c.x.dtype)
 
 
+def rows(B, T, D, W, **flags):
+    return make(B, T, D, W, h0=False, ht=False, **flags)
+
+
 def stateless(B, T, D, W, **flags):
-    return turn(make(B, T, D, W, h0=False, ht=False, **flags))
+    return turn(rows(B, T, D, W, **flags))
 
 
 @pytest.mark.parametrize(
@@ -46,15 +52,35 @@ def test_every_width_and_dtype(alone, group, W, dtype, monkeypatch):
     check(alone, stateless(2, 83, 40, W, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
+)
+@pytest.mark.parametrize("cu", [None, CU])
+def test_every_width_and_dtype_by_rows(alone, cu, W, dtype):
+    check(alone, rows(1 if cu else 2, 29, 40, W, cu=cu, dtype=dtype))
+
+
 @pytest.mark.parametrize("flags", [{}, {"act": "silu"}, {"bias": True}, {"residual": True}], ids=str)
-def test_each_feature_alone(alone, flags):
+@pytest.mark.parametrize("lies", ["rows", "turned"])
+def test_each_feature_alone(alone, lies, flags):
     flags = {"act": None, "bias": False, "residual": False} | flags
-    check(alone, stateless(2, 64, 64, 4, dtype=torch.float32, **flags))
+    check(alone, (stateless if lies == "turned" else rows)(2, 64, 64, 4, dtype=torch.float32, **flags))
 
 
 @pytest.mark.parametrize("T", [2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 129])
 def test_short_and_ragged_rows(alone, T):
     check(alone, stateless(2, T, 16, 4, dtype=torch.float32))
+    check(alone, rows(2, T, 16, 4, dtype=torch.float32))
+    check(alone, rows(1, T, 16, 4, dtype=torch.float32, cu=[0, 1, T]))
+
+
+@pytest.mark.parametrize("constants", [{"ROWS": 4}, {"ROWS": 16, "SEG": 2}, {"BYTES": 16}], ids=str)
+@pytest.mark.parametrize("cu", [None, CU, [0, 9, 10, 11, 13, 29], [0, 8, 16, 29], [0, *range(30)]])
+def test_tiles_of_rows_join(alone, cu, constants, monkeypatch):
+    """Any tile gives the same result; sequences may start at any row of a segment, or at each."""
+    for name, value in constants.items():
+        monkeypatch.setattr(alone, name, value)
+    check(alone, rows(1 if cu else 2, 29, 96, 4, cu=cu, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -78,16 +104,26 @@ def test_gradients_in_any_strides(alone):
 
 
 def test_what_else_is_for_the_strips(idea, monkeypatch):
-    """States, packed rows, x by rows of channels, and a grid that would not fit."""
+    """States are for all of 001; dense rows, turned packed rows, a dy of other strides, many sequences and grids that
+    would not fit for its kernel alone."""
     flags = {"dtype": torch.float32, "h0": False, "ht": False}
-    plain, packed = make(2, 29, 32, 4, **flags), turn(make(1, 29, 32, 4, cu=CU, **flags))
+    plain, packed = make(2, 29, 32, 4, **flags), make(1, 29, 32, 4, cu=CU, **flags)
     start, end = (turn(make(2, 29, 32, 4, **(flags | {name: True}))) for name in ("h0", "ht"))
-    for c in (plain, packed, start, end):
+    other = SimpleNamespace(**(vars(packed) | {"dy": turn(SimpleNamespace(x=packed.dy)).x}))
+    for c in (plain, turn(packed), start, end, other):
         check(idea, c)
-    monkeypatch.setattr(idea, "strip_bwd", never)
-    backward(idea.SPANS, turn(plain))
-    monkeypatch.setattr(idea, "GRID", 1)
-    for c in (plain, packed, start, end, turn(plain)):
+    for name in ("strip_bwd", "_strips"):
+        monkeypatch.setattr(idea, name, never)
+    check(idea, turn(plain)), check(idea, packed)
+    for c in (plain, turn(packed), start, end, other):
+        with pytest.raises(AssertionError, match="the strips ran"):
+            backward(idea.SPANS, c)
+    monkeypatch.setattr(idea, "CUTS", 2)
+    with pytest.raises(AssertionError, match="the strips ran"):
+        backward(idea.SPANS, packed)
+    monkeypatch.setattr(idea, "CUTS", 512)
+    monkeypatch.setattr(idea, "GRID", 0)
+    for c in (packed, turn(plain)):
         with pytest.raises(AssertionError, match="the strips ran"):
             backward(idea.SPANS, c)
 
@@ -100,22 +136,26 @@ def test_nothing_to_do(idea, B, T):
 
 
 def test_large_arguments_stay_finite(alone):
-    c = stateless(1, 9, 32, 4, dtype=torch.float32)
-    c.x *= 1e4
-    check(alone, c)
+    for c in (stateless(1, 9, 32, 4, dtype=torch.float32), rows(1, 9, 32, 4, dtype=torch.float32)):
+        c.x *= 1e4
+        check(alone, c)
 
 
 def test_same_inputs_same_bits(alone):
-    c = stateless(2, 29, 40, 4, dtype=torch.bfloat16)
-    first, second = backward(alone.SPANS, c), backward(alone.SPANS, c)
-    assert all(torch.equal(first[n], second[n]) for n in ("dx", "dw", "db"))
+    for c in (stateless(2, 29, 40, 4, dtype=torch.bfloat16), rows(2, 29, 40, 4, dtype=torch.bfloat16)):
+        first, second = backward(alone.SPANS, c), backward(alone.SPANS, c)
+        assert all(torch.equal(first[n], second[n]) for n in ("dx", "dw", "db"))
 
 
 def test_hopper_build(idea):
-    """x, dy and dx move 16 bytes a thread; only weights, sums and the group's neighbours move less. Nothing spills."""
-    (built,) = interpreter.compile_many(idea.COMPILE)
-    assert built.spills == 0
-    assert built.regs * 32 * idea.TILE[2] * 2 <= 65536
-    assert built.sass.count("LDG.E.128") >= 4
-    assert built.sass.count("STG.E.128") == 2
-    assert "LDG.E.U16" not in built.sass
+    """Rows move 8 bytes a thread, turned x, dy and dx 16; two CTAs a multiprocessor; hardly anything spills."""
+    packed, dense, turned = interpreter.compile_many(idea.COMPILE)
+    for built in (packed, dense):
+        assert built.spills <= 16
+        assert built.regs * 32 * idea.SEG * 2 <= 65536
+        assert "STG.E.64" in built.sass
+    assert turned.spills == 0
+    assert turned.regs * 32 * idea.TILE[2] * 2 <= 65536
+    assert turned.sass.count("LDG.E.128") >= 4
+    assert turned.sass.count("STG.E.128") == 2
+    assert "U16" not in packed.sass + dense.sass + turned.sass
