@@ -67,7 +67,7 @@ def test_each_feature_alone(alone, lies, flags):
     check(alone, (stateless if lies == "turned" else rows)(2, 64, 64, 4, dtype=torch.float32, **flags))
 
 
-@pytest.mark.parametrize("T", [2, 3, 4, 7, 8, 9, 16, 63, 64, 65, 129])
+@pytest.mark.parametrize("T", [2, 3, 7, 9, 64, 129])
 def test_short_and_ragged_rows(alone, T):
     check(alone, stateless(2, T, 16, 4, dtype=torch.float32))
     check(alone, rows(2, T, 16, 4, dtype=torch.float32))
@@ -75,7 +75,7 @@ def test_short_and_ragged_rows(alone, T):
 
 
 @pytest.mark.parametrize("constants", [{"ROWS": 4}, {"ROWS": 16, "SEG": 2}, {"BYTES": 16}], ids=str)
-@pytest.mark.parametrize("cu", [None, CU, [0, 9, 10, 11, 13, 29], [0, 8, 16, 29], [0, *range(30)]])
+@pytest.mark.parametrize("cu", [None, [0, 8, 9, 11, 16, 29], [0, *range(30)]])
 def test_tiles_of_rows_join(alone, cu, constants, monkeypatch):
     """Any tile gives the same result; sequences may start at any row of a segment, or at each."""
     for name, value in constants.items():
