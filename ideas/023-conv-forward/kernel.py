@@ -166,7 +166,7 @@ def conv_tile_kernel(
     FULL: tl.constexpr, N2: tl.constexpr,
 ):
     """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
-    N2: a power of two, N at least."""
+    N2: 0 if dense, else a power of two, N at least."""
     i_b = tl.program_id(2).to(tl.int64)
     i_t = tl.program_id(1) * (SEG * R)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -303,6 +303,11 @@ def _mode(p) -> str:
     return SIGMOID if p.activation == "silu" else "none"
 
 
+def _bounds(p) -> int:
+    """Sequences that a tile is compiled for: two kinds, as packed batches rarely have as many as the one before."""
+    return 0 if not p.varlen else 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
+
+
 def turned(x) -> bool:
     """Does time come first in memory?"""
     return x.stride(1) == 1 and x.stride(2) != 1
@@ -340,7 +345,7 @@ def _tiles(x, weight, bias, residual, p, cu_seqlens):
         conv_tile_kernel, (columns, NT, B), x, y, weight, bias, None if residual is None else residual.contiguous(),
         cu_seqlens, p.N, T, D, x.stride(0), x.stride(1),
         W=weight.shape[1], BD=BD, R=R, SEG=SEG, MODE=_mode(p), EVEN=D % BD == 0, FULL=T % (SEG * R) == 0,
-        N2=max(triton.next_power_of_2(p.N), 32) if p.varlen else 0, num_warps=SEG, maxnreg=REGS,
+        N2=_bounds(p), num_warps=SEG, maxnreg=REGS,
     )
     return y
 

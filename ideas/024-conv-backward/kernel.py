@@ -142,7 +142,7 @@ def conv_tile_bwd_kernel(
     FULL: tl.constexpr, N2: tl.constexpr,
 ):
     """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
-    N2: a power of two, N at least."""
+    N2: 0 if dense, else a power of two, N at least."""
     i_b = tl.program_id(2).to(tl.int64)
     i_t = tl.program_id(1) * (SEG * R)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -376,6 +376,11 @@ def supports(p) -> tuple[bool, str]:
     return strip_supports(p)
 
 
+def _bounds(p) -> int:
+    """Sequences that a tile is compiled for: two kinds, as packed batches rarely have as many as the one before."""
+    return 0 if not p.varlen else 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
+
+
 def turned(x) -> bool:
     """Does time come first in memory?"""
     return x.stride(1) == 1 and x.stride(2) != 1
@@ -432,7 +437,7 @@ def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
         conv_tile_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N, T, D,
         *x.stride()[:2], *dy.stride()[:2],
         W=W, BD=BD, R=ROWS, SEG=SEG, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % (SEG * ROWS) == 0,
-        N2=0 if cu_seqlens is None else max(triton.next_power_of_2(p.N), 32), num_warps=SEG, maxnreg=REGS,
+        N2=_bounds(p), num_warps=SEG, maxnreg=REGS,
     )
     return partial
 

@@ -79,6 +79,10 @@ def test_tiles_join(alone, cu, constants, monkeypatch):
     check(alone, make(1 if cu else 2, 29, 96, 4, h0=False, cu=cu, dtype=torch.float32))
 
 
+def test_more_sequences_than_the_common_build_holds(alone):
+    check(alone, make(1, 80, 40, 4, h0=False, cu=[0, 0, *range(3, 81)], dtype=torch.float32))
+
+
 @pytest.mark.parametrize("tile", [(16, 16, 4), (32, 8, 4), (128, 64, 4)])
 def test_turned_tiles_join(alone, tile, monkeypatch):
     monkeypatch.setattr(alone, "TURNED", tile)
