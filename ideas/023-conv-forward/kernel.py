@@ -48,7 +48,7 @@ def _wide(b):
         return b.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t; }",
+            "{ .reg .b32 t, u; shl.b32 t, $2, 16; and.b32 u, $2, 0xffff0000; mov.b32 $0, t; mov.b32 $1, u; }",
             "=f,=f,r", [b], dtype=tl.float32, is_pure=True, pack=2,
         )
 
