@@ -23,9 +23,10 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Of the tiles: bytes of channels a thread, rows a thread, and warps, each of which has a segment of that many rows. A
-# grid of fewer than FEW tiles takes ROWS_FEW rows a thread: more CTAs, that end at different times.
-BYTES = 16
+# Of the tiles: bytes of channels a thread, dense and packed (where the two paths take 150 registers with 16, and 77 with
+# 8), rows a thread, and warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes
+# ROWS_FEW rows a thread: more CTAs, that end at different times.
+BYTES, BYTES_PACKED = 16, 8
 ROWS, ROWS_FEW = 8, 8
 SEG = 4
 FEW = 2048
@@ -336,7 +337,7 @@ def _tiles(x, weight, bias, residual, p, cu_seqlens):
     """y [B, T, D] of x whose channels have unit stride."""
     B, T, D = x.shape
     y = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    BD = min(32 * BYTES // x.element_size(), triton.next_power_of_2(D))
+    BD = min(32 * (BYTES_PACKED if p.varlen else BYTES) // x.element_size(), triton.next_power_of_2(D))
     R, columns = ROWS, triton.cdiv(D, BD)
     if B * columns * triton.cdiv(T, SEG * R) < FEW:
         R = ROWS_FEW
@@ -380,10 +381,11 @@ SPANS = {"fwd": fwd}
 _TYPES = {"x": "*bf16", "y": "*bf16", "weight": "*fp32", "D": "i32:16", "sx_n": "i32:16"}
 _TILE = _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32"}
 _FIXED = {"bias": None, "residual": None, "W": 4, "MODE": SIGMOID, "EVEN": True, "FULL": True}
-_ROWS = _FIXED | {"BD": 256, "SEG": SEG}
+_ROWS = _FIXED | {"BD": 16 * BYTES, "SEG": SEG}
+_PACKED = _ROWS | {"BD": 16 * BYTES_PACKED, "R": ROWS_FEW, "N2": 64}
 COMPILE = [
     (conv_tile_kernel, _TILE, _ROWS | {"R": ROWS, "cu_seqlens": None, "N2": 0}, SEG, 3, {"maxnreg": REGS}),
-    (conv_tile_kernel, _TILE | {"cu_seqlens": "*i64"}, _ROWS | {"R": ROWS_FEW, "N2": 64}, SEG, 3, {"maxnreg": REGS}),
+    (conv_tile_kernel, _TILE | {"cu_seqlens": "*i64"}, _PACKED, SEG, 3, {"maxnreg": REGS}),
     (
         conv_turned_kernel, _TYPES | {"T": "i32:16", "sx_d": "i32:16"},
         _FIXED | {"BD": TURNED[0], "BT": TURNED[1]}, TURNED[2], 3,

@@ -70,7 +70,9 @@ def test_short_and_ragged_rows(alone, lies, T):
     check(alone, turn(c) if lies == "turned" else c)
 
 
-@pytest.mark.parametrize("constants", [{"ROWS_FEW": 4}, {"ROWS_FEW": 16, "SEG": 2}, {"SEG": 8}, {"BYTES": 8}], ids=str)
+@pytest.mark.parametrize(
+    "constants", [{"ROWS_FEW": 4}, {"ROWS_FEW": 16, "SEG": 2}, {"SEG": 8}, {"BYTES": 8, "BYTES_PACKED": 16}], ids=str
+)
 @pytest.mark.parametrize("cu", [None, CU, [0, 9, 10, 11, 13, 29], [0, 8, 16, 29], [0, *range(30)]])
 def test_tiles_join(alone, cu, constants, monkeypatch):
     """Any tile gives the same result; sequences may start at any row of a segment, or at each."""
@@ -149,14 +151,15 @@ def test_same_inputs_same_bits(alone):
 
 
 def test_hopper_build(idea):
-    """Four CTAs of tiles a multiprocessor; 16 bytes a thread in and out; x on its way before anything is computed."""
+    """CTAs a multiprocessor as the text counts on; wide loads and stores; x on its way before anything is computed."""
     plain, packed, turned = interpreter.compile_many(idea.COMPILE)
-    for built in (plain, packed, turned):
+    for built, width in ((plain, 128), (packed, 64), (turned, 128)):
         assert built.spills == 0
-        assert "LDG.E.128" in built.sass
-        assert "STG.E.128" in built.sass
+        assert f"LDG.E.{width}" in built.sass
+        assert f"STG.E.{width}" in built.sass
         assert not re.search(r"(LDG|STG)\.E(\.U16|\.U8)? ", built.sass)
     assert plain.regs * 32 * idea.SEG * 4 <= 65536
+    assert packed.regs * 32 * idea.SEG * 6 <= 65536
     assert turned.regs * 32 * idea.TURNED[2] * 7 <= 65536
     order = re.findall(r"\b(LDG|MUFU|FFMA)\b", plain.sass)
     assert "LDG" not in order[order.index("MUFU") :]
