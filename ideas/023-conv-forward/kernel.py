@@ -23,9 +23,9 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Of the tiles: bytes of channels a thread, dense and packed (where the two paths take 150 registers with 16, and 77 with
-# 8), rows a thread, and warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes
-# ROWS_FEW rows a thread: more CTAs, that end at different times.
+# Of the tiles: bytes of channels a thread, dense and packed (whose two paths take 150 registers with 16, 77 with 8), rows
+# a thread, and warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes ROWS_FEW rows
+# a thread: more CTAs, that end at different times.
 BYTES, BYTES_PACKED = 16, 8
 ROWS, ROWS_FEW = 8, 8
 SEG = 4
