@@ -24,8 +24,8 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 FAMILY = "cconv"
 
 # Of the tiles: bytes of channels a thread, dense and packed (whose two paths take 150 registers with 16, 77 with 8);
-# rows a thread; warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes ROWS_FEW rows
-# a thread: more CTAs, that end at different times.
+# rows a thread; warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes ROWS_FEW:
+# more CTAs, that end at different times.
 BYTES, BYTES_PACKED = 16, 8
 ROWS, ROWS_FEW = 8, 8
 SEG = 4
