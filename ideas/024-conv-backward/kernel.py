@@ -42,11 +42,11 @@ REGS = 128           # registers a thread at most: two CTAs
 DENSE = "strips"     # or "tiles": what dense rows take
 CUTS = 512           # packed sequences at most
 # Turned x: channels and rows of a tile, warps; rows of a thread, 8 or 16; tiles of a CTA, one after another down time,
-# for one partial sum; registers.
+# for one partial sum; registers a thread at most (three CTAs), and where x is fp32 or not read 16 bytes a thread.
 TILE = (64, 64, 8)
 GROUP = 8
 TILES = 4
-TURNED_REGS = None
+TURNED_REGS, WIDE_REGS = 80, 128
 GRID = 65535         # CTAs along the grid's second and third axes
 
 EXACT = tl.constexpr(INTERPRETED)
@@ -448,12 +448,13 @@ def _turned(x, dy, dx, weight, bias, p, cu_seqlens):
     W = weight.shape[1]
     BD, BT, warps = TILE
     CT = triton.cdiv(T, BT * TILES)
+    regs = TURNED_REGS if x.element_size() == 2 and T % 16 == 0 else WIDE_REGS
     partial = _partial(x, B * CT, W, bias)
     launch(
         conv_turned_bwd_kernel, (triton.cdiv(D, BD), CT, B), x, dy, dx, partial, weight, bias,
         T, D, x.stride(0), x.stride(2), *dy.stride(),
         W=W, BD=BD, BT=BT, G=GROUP, TILES=TILES, SILU=p.activation == "silu", EVEN=D % BD == 0,
-        FULL=T % (BT * TILES) == 0, DY_UNIT=dy.stride(2) == 1, num_warps=warps, maxnreg=TURNED_REGS,
+        FULL=T % (BT * TILES) == 0, DY_UNIT=dy.stride(2) == 1, num_warps=warps, maxnreg=regs,
     )
     return partial
 
