@@ -148,7 +148,7 @@ def test_same_inputs_same_bits(alone):
 
 
 def test_hopper_build(idea):
-    """Rows move 8 bytes a thread, turned x, dy and dx 16; two and three CTAs a multiprocessor; hardly anything spills."""
+    """Rows move 8 bytes a thread, turned x, dy and dx 16; hardly anything spills."""
     packed, dense, turned = interpreter.compile_many(idea.COMPILE)
     for built in (packed, dense):
         assert built.spills <= 16
