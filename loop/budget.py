@@ -1,4 +1,5 @@
-"""The stage budget: what each stage of a pass takes in fla's chain and in the shipped one, against its floor.
+"""The stage budget: what each stage of a pass takes in fla's chain and in the shipped one, against its floor; and what
+each kernel takes of the installed peers, so that what one needs besides its own kernels (gate, norm, casts) shows.
 
 `measure` keeps what the profiler says (`loop.steps`) in profiles/ as JSON, apart from the rows. `plots` lays
 them out as stacked bars for the page.
@@ -8,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from loop import arms, cases, contract, env, inputs, registry, rows, steps
+from loop import arms, calls, cases, contract, env, inputs, peers, registry, rows, steps
 from loop.promote import replace
 
 CHAINS = {"000": False, "ship": True}  # arm -> with the shipped kernels
@@ -30,11 +31,34 @@ def measure(family: str, case_id: str, out: Path | None = None, progress: Callab
     for done, (name, shipped) in enumerate(CHAINS.items()):
         progress(f"stages of {name} on {case.id}", done, len(CHAINS))
         measured[name] = steps.times(family, case, given, shipped=shipped)
-    found = facts | {"versions": env.versions(), "arms": measured}
+    found = facts | {"versions": env.versions(), "arms": measured, "peers": _peers(family, case, given, progress)}
     folder = out or registry.root() / ("profiles" if device == "cuda" else "out/profiles")
     path = folder / f"stages-{family}-{case.id}.json"
     replace(path, (json.dumps(found, indent=1) + "\n").encode())
     return path
+
+
+def _peers(family: str, case, given, progress: Callable) -> dict[str, list[dict]]:
+    """Of each peer that is here and takes the case: `kernel` and `ms` of a forward and backward, slowest first."""
+    found = {}
+    for name in filter(peers.installed, peers.names(family)):
+        arm = arms.make(family, name)
+        if not arm.supports(case)[0]:
+            continue
+        progress(f"kernels of {name} on {case.id}", 0, 1)
+        call = calls.make(arm, given, "fwdbwd")
+        for _ in range(2):
+            call()
+        listed = calls.kernels(call, steps.CALLS)
+        found[name] = [{"kernel": _short(kernel), "ms": ms} for kernel, (ms, _) in listed.items()]
+    return found
+
+
+def _short(kernel: str) -> str:
+    """A C++ kernel without what follows its name, PyTorch's own said to be so."""
+    name = kernel.removeprefix("void ").split("(")[0]
+    plain = name.split("<")[0].split("::")[-1]
+    return plain if "at::native" not in name else f"torch's {plain}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- plots
@@ -46,7 +70,8 @@ def readings() -> list[dict]:
             try:
                 facts = json.loads(path.read_text(encoding="utf-8"))
                 cases.get(facts["family"], facts["case"])
-                found.append(facts | {"arms": {name: list(facts["arms"][name]) for name in CHAINS}})
+                peer = {name: [(k["kernel"], k["ms"]) for k in x] for name, x in facts.get("peers", {}).items()}
+                found.append(facts | {"arms": {name: list(facts["arms"][name]) for name in CHAINS}, "peers": peer})
             except (ValueError, KeyError, TypeError, LookupError):
                 continue
     return found
@@ -75,6 +100,7 @@ def _plot(facts: dict) -> dict:
         for arm in CHAINS
         if arm in facts["arms"]
     ]
+    bars += [_bar(name, listed) for name, listed in facts.get("peers", {}).items()]
     if not cpu:  # the floors are an H200's
         bars += [_bar("floor, stage by stage", floors), _bar("floor, one kernel a pass", whole)]
     longest = max(bar["ms"] for bar in bars) or 1.0
@@ -88,7 +114,7 @@ def _plot(facts: dict) -> dict:
     return {
         "title": title, "family": family, "cpu": cpu, "utc": facts["utc"], "bars": bars,
         "measured": bool(facts["arms"]), "alt": f"Stage budget of {title}: {said}.",
-        "table": _table(facts["arms"], floors),
+        "table": _table(facts["arms"], floors), "peers": list(facts.get("peers", {}).items()),
     }  # fmt: skip
 
 

@@ -100,13 +100,16 @@ class KdaCase:
     def sha(self) -> str:
         return _sha(self)
 
+    def shape(self) -> str:
+        heads = f"H{self.H}" + (f" HV{self.HV}" if self.HV != self.H else "")
+        return f"B{self.B} T{self.T} {heads} K{self.K} V{self.V}"
+
     def describe(self) -> str:
         """One line: the shape and every flag that is on."""
-        heads = f"H{self.H}" + (f" HV{self.HV}" if self.HV != self.H else "")
         on = [n for n in ("l2norm", "beta_sigmoid", "neg_eigval", "h0", "ht") if getattr(self, n)]
         packed = [f"packed {','.join(map(str, self.lengths))}"] if self.lengths else []
         types = f"{self.dtype} g:{self.g_dtype} beta:{self.beta_dtype}"
-        return " ".join([f"B{self.B} T{self.T} {heads} K{self.K} V{self.V}", types, f"gate:{self.gate}", *packed, *on])
+        return " ".join([self.shape(), types, f"gate:{self.gate}", *packed, *on])
 
 
 @dataclass(frozen=True)
@@ -150,11 +153,14 @@ class ConvCase:
     def sha(self) -> str:
         return _sha(self)
 
+    def shape(self) -> str:
+        return f"B{self.B} T{self.T} D{self.D} W{self.W}"
+
     def describe(self) -> str:
         on = [n for n in ("bias", "residual", "h0", "ht") if getattr(self, n)]
         packed = [f"packed {','.join(map(str, self.lengths))}"] if self.lengths else []
-        shape = f"B{self.B} T{self.T} D{self.D} W{self.W}"
-        return " ".join([shape, self.dtype, f"w:{self.w_dtype} act:{self.activation} x:{self.layout}", *packed, *on])
+        kinds = f"{self.dtype} w:{self.w_dtype} act:{self.activation} x:{self.layout}"
+        return " ".join([self.shape(), kinds, *packed, *on])
 
 
 Case = KdaCase | ConvCase

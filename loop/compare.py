@@ -8,7 +8,7 @@ The limit of an output is its budget, tightened to 1.25 times fla's error on the
 the budget, fla's error."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -17,6 +17,7 @@ from . import contract
 
 NEGLIGIBLE = 2.0**-30  # an RMS below this is zero: what clamped decays leave behind
 FLA_FACTOR = 1.25
+PIECE = 1 << 26  # entries widened to fp64 at a time
 HANDFUL = 64  # entries: fewer do not make a statistic
 FREE_SHARE = 0.01  # of the budget: below it two right kernels differ by the order of their sums alone
 
@@ -82,16 +83,28 @@ def difference(got: torch.Tensor, reference: torch.Tensor, terms: torch.Tensor |
     if bad.any():
         where = _position(bad.flatten().int().argmax(), got)
         return Difference(math.inf, math.inf, where, got.numel(), math.inf, math.inf, int(bad.sum()))
+    pieces = [_piece(x, y) for x, y in zip(_flat(got), _flat(reference), strict=True)]
+    found, worst = pool(pieces), max(range(len(pieces)), key=lambda i: pieces[i].max_abs)
+    size = found.size if terms is None else max(found.size, rms(terms.double()))
+    where = _position(torch.tensor(worst * PIECE + pieces[worst].worst[0]), got)
+    return replace(found, rel_rms=_relative(found.error, size), size=size, max_abs=pieces[worst].max_abs, worst=where)
+
+
+def _flat(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.flatten().split(PIECE)
+
+
+def _piece(got: torch.Tensor, reference: torch.Tensor) -> Difference:
+    """`difference` of a stretch of two finite tensors."""
     reference = reference.double()
     delta = got.double() - reference
     error, size = rms(delta), rms(reference)
-    own, fourth = size, size * (reference / size).pow(4).mean().item() ** 0.25 if size else 0.0
-    if terms is not None:
-        size = max(size, rms(terms.double()))
-    apart = delta.abs().flatten()
-    where = apart.argmax()
-    relative, position = _relative(error, size), _position(where, got)
-    return Difference(relative, apart[where].item(), position, got.numel(), error, size, own=own, fourth=fourth)
+    fourth = size * (reference / size).pow(4).mean().item() ** 0.25 if size else 0.0
+    apart = delta.abs()
+    where = apart.argmax().item()
+    return Difference(
+        _relative(error, size), apart[where].item(), (where,), got.numel(), error, size, own=size, fourth=fourth
+    )
 
 
 def _relative(error: float, size: float) -> float:

@@ -195,9 +195,7 @@ def choose(case: Case, count: int, seed: int) -> Slice:
         blocks = math.ceil(case.D / 64)
         picked = sorted(torch.randperm(blocks, generator=draw)[:count].tolist())
         return Slice(tuple(d for b in picked for d in range(64 * b, min(64 * b + 64, case.D))), ())
-    group = case.HV // case.H
-    picked = sorted(torch.randperm(case.H, generator=draw)[:count].tolist())
-    return Slice(tuple(h * group + i for h in picked for i in range(group)), tuple(picked))
+    return _groups(case, sorted(torch.randperm(case.H, generator=draw)[:count].tolist()))
 
 
 def take(inputs: Inputs, part: Slice) -> Inputs:
@@ -206,6 +204,28 @@ def take(inputs: Inputs, part: Slice) -> Inputs:
     kda = c.family == "kda"
     case = dataclasses.replace(c, **({"H": len(part.groups), "HV": len(part.heads)} if kda else {"D": len(part.heads)}))
     return Inputs(case, inputs.seed, take_tensors(c, inputs, part))
+
+
+def head_parts(case: Case, token_heads: int) -> list[Slice]:
+    """All heads of a KDA case in consecutive slices of about `token_heads` (tokens x value heads) each."""
+    groups = max(1, token_heads // (case.B * case.T * (case.HV // case.H)))
+    return [_groups(case, range(g, min(g + groups, case.H))) for g in range(0, case.H, groups)]
+
+
+def _groups(case: Case, groups) -> Slice:
+    """The q/k heads `groups` with their value heads."""
+    per = case.HV // case.H
+    return Slice(tuple(h * per + i for h in groups for i in range(per)), tuple(groups))
+
+
+def put_together(case: Case, pieces: list[dict]) -> dict:
+    """Op-level tensors from those of consecutive slices of heads; the opposite of `take_tensors`."""
+    named = {n: [piece[n] for piece in pieces] for n in pieces[0]}
+    return {n: None if x[0] is None else torch.cat(x, _heads_axis(case, n)) for n, x in named.items()}
+
+
+def _heads_axis(case: Case, name: str) -> int:
+    return next(a for letter in ("HV", "H", "HV*K") if (a := _axis(case, name, (letter,))) is not None)
 
 
 def take_tensors(case: Case, tensors: dict, part: Slice) -> dict:

@@ -1,56 +1,80 @@
 """The numbers in README.md: written from the committed rows between two marks, and nowhere by hand."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from loop import board, calls, registry, rows, sources
+from loop import board, cases, contract, registry, rows, sources
 
 BEGIN, END = "<!-- numbers: written by `python -m loop.readme` -->", "<!-- end of numbers -->"
 
 
+TITLES = {"kda": "Kimi Delta Attention", "cconv": "Short convolution"}
+COLUMNS = (
+    "case", "problem", "fla, ms", "ours, ms", "ratio", "interval", "forward", "backward", "of floor", "one eager step",
+    "peak", "row",
+)  # fmt: skip
+LEGEND = (
+    "A ratio is fla's time divided by ours in the same process; times are of a forward and backward, forward and "
+    "backward have ratios of their own. One eager step: ms that somebody waits for one call and nothing else, fla to "
+    "ours, the host's work included. Peak: of memory, as a share of fla's."
+)
+
+
 def section(entries: Sequence[dict], callers: dict[str, tuple]) -> str:
-    """The table of what ships against fla, one line per case and mode, from leaderboard entries of GPUs and, by row id,
-    what a caller of the baseline and of the arm waits, ms.
+    """What ships against fla: a table a family, a line a case, from leaderboard entries of GPUs and, by row id, what a
+    caller of the baseline and of the arm waits, ms.
 
     Where the package has no row of its own yet, a promoted idea speaks for it: its file is the shipped one.
     """
     promoted = {s.idea.split("-")[0]: family for family in registry.FAMILIES for s in sources.shipped(family)}
     shown: dict[tuple, dict] = {}
     for e in entries:
-        if e["baseline"] != "000" or e["device"] == "cpu":
+        if e["baseline"] != "000" or e["device"] == "cpu" or e["mode"] not in contract.MODES:
             continue
         if e["arm"] == "ship" or promoted.get(e["arm"]) == e["family"]:
-            key = (e["family"], e["case"], e["mode"], e["device"])
-            if key not in shown or e["arm"] == "ship":
-                shown[key] = e
+            modes = shown.setdefault((e["device"], e["family"], e["case"]), {})
+            if e["mode"] not in modes or e["arm"] == "ship":
+                modes[e["mode"]] = e
     if not shown:
         return "The package ships nothing yet that has been timed on a GPU."
-    lines = [
-        "| case | pass | fla, ms | kernel-fun, ms | ratio | interval | of floor | eager call | peak | arm | row |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for e in shown.values():
-        share = f"{100 * e['floor_ms'] / e['ms']:.0f} %" if e["floor_ms"] else ""
-        waits, peaks = callers.get(e["row_id"], (None, None)), (e["peak_bytes"], e["baseline_peak_bytes"])
-        eager = f"{waits[0]:.2f} to {waits[1]:.2f}" if all(waits) else ""
-        peak = f"{peaks[0] / peaks[1]:.2f}" if all(peaks) else ""
-        lines.append(
-            f"| {e['family']} {e['case']} | {e['mode']} | {e['baseline_ms']:.2f} | {e['ms']:.2f} | {e['ratio']:.2f} "
-            f"| {e['ci_low']:.3f} to {e['ci_high']:.3f} | {share} | {eager} | {peak} | {e['arm']} | `{e['row_id']}` |"
-        )
-    loops = any(e["mode"].endswith(calls.LOOP) for e in shown.values())
-    devices = ", ".join(dict.fromkeys(e["device"] for e in shown.values()))
-    notes = [
-        f"Measured on {devices}. A ratio is fla's time divided by ours in the same process. Eager call: ms that "
-        "somebody waits for one call and nothing else, fla to ours, the host's work included. Peak: of memory, as a "
-        "share of fla's."
-    ]
-    if loops:
-        notes.append("A pass that ends in -loop is of eager calls one after another, not of a graph.")
-    old = sum(bool(e.get("stale")) for e in shown.values())
+    places = sorted(shown, key=lambda at: (at[0], list(TITLES).index(at[1]), _rank(*at[1:])))
+    lines = []
+    for (device, family), group in itertools.groupby(places, lambda at: at[:2]):
+        lines += [f"{TITLES[family]} on one {device}:", "", _cells(COLUMNS), _cells(["---"] * len(COLUMNS))]
+        lines += [*(_line(shown[at], *at[1:], callers) for at in group), ""]
+    timed = [e for modes in shown.values() for e in modes.values()]
+    old, notes = sum(bool(e.get("stale")) for e in timed), [LEGEND]
     if old:
-        notes.append(f"{old} of {len(shown)} rows are of an earlier source than the present (`stale` on the board).")
-    return "\n".join([*lines, "", " ".join(notes)])
+        notes.append(f"{old} of {len(timed)} rows are of an earlier source than the present (`stale` on the board).")
+    return "\n".join([*lines, " ".join(notes)])
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _rank(family: str, case: str) -> int:
+    """Cases come in the order of `loop.cases`."""
+    known = list(cases.family_cases(family))
+    return known.index(case) if case in known else len(known)
+
+
+def _line(modes: dict, family: str, name: str, callers: dict) -> str:
+    whole = modes.get("fwdbwd")
+    known = cases.family_cases(family).get(name)
+    problem = f"{known.shape()}: {known.why}" if known else ""
+    cells = [""] * 4
+    if whole:
+        interval = f"{whole['ci_low']:.3f} to {whole['ci_high']:.3f}"
+        cells = [f"{whole['baseline_ms']:.2f}", f"{whole['ms']:.2f}", f"**{whole['ratio']:.2f}**", interval]
+    alone = [f"{modes[mode]['ratio']:.2f}" if mode in modes else "" for mode in ("fwd", "bwd")]
+    last = whole or next(iter(modes.values()))
+    waits, peaks = callers.get(last["row_id"], (None, None)), (last["peak_bytes"], last["baseline_peak_bytes"])
+    share = f"{100 * last['floor_ms'] / last['ms']:.0f} %" if last["floor_ms"] else ""
+    eager = f"{waits[0]:.2f} to {waits[1]:.2f}" if all(waits) else ""
+    peak = f"{peaks[0] / peaks[1]:.2f}" if all(peaks) else ""
+    return _cells([name, problem, *cells, *alone, share, eager, peak, f"`{last['row_id']}`"])
 
 
 def rendered(text: str, entries: Sequence[dict], callers: dict[str, tuple]) -> str:

@@ -75,6 +75,21 @@ def test_pooling_is_one_long_tensor():
     assert math.isinf(compare.pool([bad, difference(want, want)]).rel_rms)
 
 
+@pytest.mark.parametrize("bump", [0, 7, 19, 41])
+def test_a_long_tensor_is_compared_a_stretch_at_a_time(monkeypatch, bump):
+    want = torch.randn(6, 7, dtype=torch.float64)
+    got = want + 1e-3 * torch.randn(6, 7)
+    got.view(-1)[bump] += 1
+    whole, terms = difference(got, want), torch.full((2,), 3.0)
+    bounded = difference(got, want, terms)
+    monkeypatch.setattr(compare, "PIECE", 8)
+    for a, b in ((difference(got, want), whole), (difference(got, want, terms), bounded)):
+        assert (a.worst, a.max_abs, a.numbers, a.bad) == (b.worst, b.max_abs, b.numbers, b.bad)
+        for name in ("rel_rms", "error", "size", "own", "fourth"):
+            assert math.isclose(getattr(a, name), getattr(b, name), rel_tol=1e-12), name
+    assert whole.worst == (bump // 7, bump % 7)
+
+
 MANY = 10**8
 
 

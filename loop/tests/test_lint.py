@@ -236,8 +236,14 @@ def test_readme_numbers_come_from_rows():
         [entry, entry | {"device": "cpu", "row_id": "hidden"}, entry | {"arm": "002", "row_id": "hidden"}],
         {"abc": (2.5, 1.5)},
     )
-    row = "| kda c | fwd | 2.00 | 1.00 | 2.00 | 1.900 to 2.100 | 50 % | 2.50 to 1.50 | 0.75 | ship | `abc` |"
-    assert row in shown
+    alone = "| c |  |  |  |  |  | 2.00 |  | 50 % | 2.50 to 1.50 | 0.75 | `abc` |"
+    assert alone in shown
+    step = [entry, entry | {"mode": "fwdbwd", "ratio": 3.0, "baseline_ms": 3.0, "row_id": "step"}]
+    both = readme.rendered(text, [*step, entry | {"mode": "fwdbwd-loop", "row_id": "hidden"}], {})
+    assert "| c |  | 3.00 | 1.00 | **3.00** | 1.900 to 2.100 | 2.00 |  | 50 % |  | 0.75 | `step` |" in both
+    assert "hidden" not in both
+    named = readme.rendered(text, [entry | {"case": case} for case in ("small", "prod8192")], {})
+    assert named.index("| prod8192 | B16 T8192 H16 K128 V256: ") < named.index("| small | B1 T4096 H16 K128 V128: ")
     assert "rows are of an earlier source" not in shown
     assert "old" not in shown
     assert "hidden" not in shown

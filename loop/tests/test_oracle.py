@@ -84,6 +84,18 @@ def test_a_slice_is_the_wholes_own(family, name):
     assert apart(oracle.chunked(oracle.take(x, part)), cut) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["tiny_gva", "tiny_gate", "tiny_varlen", "tiny_state"])
+def test_slices_of_heads_put_together_are_the_whole(name):
+    case = cases.get("kda", name)
+    x, whole = inputs.make(case, 4), case.B * case.T * case.HV
+    parts = oracle.head_parts(case, whole // case.H)
+    assert len(parts) == case.H
+    assert sum((part.heads for part in parts), ()) == tuple(range(case.HV))
+    assert len(oracle.head_parts(case, whole)) == 1
+    found = oracle.put_together(case, [oracle.chunked(oracle.take(x, part)) for part in parts])
+    assert apart(found, oracle.chunked(x)) < 1e-12
+
+
 def test_slices_are_random_whole_groups_within_bounds():
     case = cases.get("kda", "gva")
     found = {oracle.choose(case, 2, seed).heads for seed in range(20)}

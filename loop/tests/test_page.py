@@ -1,6 +1,7 @@
 """The pages: failures first, links that resolve, nothing from the network, everything escaped."""
 
 import base64
+import dataclasses
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -8,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 import loop.tests.notebook_tools  # noqa: F401
-from loop import batch, board, budget, changes, page, plots, registry, rows, views
+from loop import arms, batch, board, budget, calls, changes, page, plots, registry, rows, views
 from loop.run import RunResult
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_rows import make_row, perf
@@ -209,6 +210,27 @@ def test_the_stage_budget_is_measured_and_drawn(ladder_root):
     assert sum(part["width"] for part in mine["bars"][0]["parts"]) <= 100.01
     assert [row["stage"] for row in mine["table"]] == ["fwd", "bwd"]
     assert any(title.startswith("kda · prod8192_gate") for title in drawn)  # floors alone, of a family not measured
+
+
+def test_the_stage_budget_shows_a_peers_kernels_apart(ladder_root, monkeypatch):
+    """What a peer needs besides its own kernels is a part of its own of its bar."""
+    seen = {"void k_bwd<false>(__nv_bfloat16 const*, float)": (2.0, 1), "l2norm_fwd_kernel": (0.5, 2),
+            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >(int)": (0.25, 2)}  # fmt: skip
+    arm = dataclasses.replace(arms.make("cconv", "000"), supports=lambda case: (True, ""))
+    real = arms.make
+    monkeypatch.setattr(arms, "make", lambda family, name: arm if name == "fla-gluon" else real(family, name))
+    monkeypatch.setattr(calls, "kernels", lambda call, times: seen)
+    budget.measure("cconv", "tiny")
+    (facts,) = budget.readings()
+    listed = [("k_bwd", 2.0), ("l2norm_fwd_kernel", 0.5), ("torch's reduce_kernel", 0.25)]
+    assert facts["peers"] == {"fla-gluon": listed}
+    (plot,) = [plot for plot in budget.plots() if plot["title"] == "cconv · tiny · cpu"]
+    assert {bar["label"]: bar["ms"] for bar in plot["bars"]}["fla-gluon"] == 2.75
+    assert "fla-gluon 2.75 ms" in plot["alt"]
+    document = Document(page.write(ladder_root / "index.html", []))
+    text = " ".join(document.text.split())
+    assert "fla-gluon, kernel by kernel:" in text
+    assert all(f"{kernel} {ms:.3f}" in text for kernel, ms in listed)
 
 
 def test_notebook_page_is_self_contained(tmp_path):
