@@ -1,10 +1,10 @@
 """Short causal depthwise convolution, forward, as tiles: all loads of a tile are on their way before any arithmetic.
 
 Parent: 001 (strips of 128 rows, groups of 8 rows loaded and worked on in turn, one wave of CTAs at T 2048).
-Delta: a CTA takes a tile [SEG x R rows, BD channels] once. A thread has 16 bytes of channels of R + W - 1 consecutive
-    rows, loaded one after another; its neighbours' rows it reads again, from L1. Weights are loaded as they lie, 16
-    bytes a channel, and turned in shared memory while x is on its way. Packed rows need no table: x is loaded by plain
-    rows, and a mask of the rows at which a sequence starts, found from cu_seqlens meanwhile, cuts the window.
+Delta: a CTA takes a tile [WARPS x ROWS rows, BD channels] once. A thread has 8 bytes of channels of ROWS + W - 1
+    consecutive rows, loaded one after another; its neighbours' rows it reads again, from L1. Weights are loaded as they
+    lie, 16 bytes a channel, and turned in shared memory while x is on its way. Packed rows need no table: x is loaded by
+    plain rows, and a mask of the rows at which a sequence starts, found from cu_seqlens meanwhile, cuts the window.
     x that lies as [B,D,T] is read 16 bytes of time a thread, convolved there, and turned as it is stored.
 Why it should be faster: 001 loses 10 us a call to one wave of long strips, and to weights read in steps of 16 bytes
     (32 lines a request) before the first row; turned x was read 2 bytes a lane. Bytes are the same, 2 per element.
@@ -23,19 +23,13 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Of the tiles: bytes of channels a thread, dense and packed (whose two paths take 150 registers with 16, 77 with 8);
-# rows a thread; warps, each of which has a segment of that many rows. A grid of fewer than FEW tiles takes ROWS_FEW:
-# more CTAs, that end at different times.
-BYTES, BYTES_PACKED = 16, 8
-ROWS, ROWS_FEW = 8, 8
-SEG = 4
-FEW = 2048
-SIGMOID = "pair"  # "exp": two special instructions an element; "pair": three for two elements; "tanh": one (2^-11)
-REGS = None       # registers a thread at most
-# Turned x: channels and rows of a tile, warps.
-TURNED = (64, 64, 4)
-CUTS = 512        # packed sequences at most
-GRID = 65535      # CTAs along the grid's second and third axes
+# Of the tiles: bytes of channels a thread, rows a thread, and warps, each of which has a segment of that many rows.
+BYTES = 8
+ROWS = 8
+WARPS = 4
+TURNED = (64, 64, 4)   # channels and rows of a tile of turned x, warps
+CUTS = 512             # packed sequences at most
+GRID = 65535           # CTAs along the grid's second and third axes
 
 EXACT = tl.constexpr(INTERPRETED)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -55,23 +49,13 @@ def _wide(b):
 
 
 @triton.jit
-def _silu(u, MODE: tl.constexpr):
-    """silu(z) of u = z log2(e), or of u = z / 2 in mode "tanh"."""
+def _silu(u):
+    """silu(z) = u / (c + c 2^-u) of u = c z, c = log2(e). Of two elements one reciprocal, that of their denominators'
+    product; where 2^-u exceeds 2^60 it stays 2^60, so that the product is finite."""
     if EXACT:
-        z = u * (2.0 if MODE == "tanh" else 1.0 / LOG2E)
+        z = u * (1.0 / LOG2E)
         return z / (1.0 + tl.exp(-z))
-    elif MODE == "tanh":   # z/2 + z/2 tanh(z/2)
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 t; tanh.approx.f32 t, $1; fma.rn.f32 $0, $1, t, $1; }",
-            "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1,
-        )
-    elif MODE == "exp":    # u / (c + c 2^-u), c = log2(e)
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 t; neg.f32 t, $1; ex2.approx.ftz.f32 t, t; fma.rn.f32 t, t, 0f3FB8AA3B, 0f3FB8AA3B;
-            rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
-            "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1,
-        )
-    else:                  # the same, one reciprocal of the product of two; below 2^-60 the factor stays 2^-60
+    else:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 a, b, p, q; neg.f32 a, $2; neg.f32 b, $3; min.f32 a, a, 0f42700000; min.f32 b, b, 0f42700000;
             ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; fma.rn.f32 a, a, 0f3FB8AA3B, 0f3FB8AA3B;
@@ -82,9 +66,9 @@ def _silu(u, MODE: tl.constexpr):
 
 
 @triton.jit
-def _scale(MODE: tl.constexpr):
+def _scale(SILU: tl.constexpr):
     """What weights and bias are multiplied by, so that the sum is what `_silu` wants."""
-    return 0.5 if MODE == "tanh" else (1.0 if MODE == "none" else LOG2E)
+    return LOG2E if SILU else 1.0
 
 
 @triton.jit
@@ -95,9 +79,9 @@ def _weights(weight, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def _taps(b_w, W: tl.constexpr, MODE: tl.constexpr):
+def _taps(b_w, W: tl.constexpr, SILU: tl.constexpr):
     """W tensors [BD], scaled, of `_weights`."""
-    b_w = b_w.to(tl.float32) * _scale(MODE)
+    b_w = b_w.to(tl.float32) * _scale(SILU)
     if W == 2:
         w0, w1 = tl.split(b_w)
         taps = (w0, w1)
@@ -122,7 +106,7 @@ def _cuts(bos, eos, row, LENGTH: tl.constexpr):
 
 # ----------------------------------------------------------------------------------------------------- rows of channels
 @triton.jit
-def _tile_row(xs, j: tl.constexpr, ws, b, cut, W: tl.constexpr, MODE: tl.constexpr, CUT: tl.constexpr):
+def _tile_row(xs, j: tl.constexpr, ws, b, cut, W: tl.constexpr, SILU: tl.constexpr, CUT: tl.constexpr):
     """Row j of every segment [SEG, BD], from the W loaded rows that end there: xs[j] is the oldest. With CUT, bit i of
     `cut` [SEG, 1] says that a sequence starts at row i - (W - 2)."""
     z = _wide(xs[j + W - 1]) * ws[W - 1][None, :]
@@ -133,17 +117,17 @@ def _tile_row(xs, j: tl.constexpr, ws, b, cut, W: tl.constexpr, MODE: tl.constex
         if CUT:
             x = tl.where((cut & (((1 << k) - 1) << (j + W - 1 - k))) == 0, x, 0.0)
         z += x * ws[W - 1 - k][None, :]
-    if MODE != "none":
-        z = _silu(z, MODE)
+    if SILU:
+        z = _silu(z)
     return z
 
 
 @triton.jit
-def _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, cut, W: tl.constexpr, R: tl.constexpr, MODE: tl.constexpr,
+def _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, cut, W: tl.constexpr, R: tl.constexpr, SILU: tl.constexpr,
                CUT: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr):
     """Compute and write R rows of every segment."""
     for j in tl.static_range(R):
-        z = _tile_row(xs, j, ws, b, cut, W, MODE, CUT)
+        z = _tile_row(xs, j, ws, b, cut, W, SILU, CUT)
         if len(rs):
             z += rs[j].to(tl.float32)
         z = z.to(p_y.dtype.element_ty)
@@ -163,7 +147,7 @@ def conv_tile_kernel(
     residual,      # [B, T, D] contiguous, or None
     cu_seqlens,    # [N + 1] or None
     N, T, D, sx_n, sx_t,
-    W: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, N2: tl.constexpr,
 ):
     """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
@@ -200,19 +184,19 @@ def conv_tile_kernel(
         for j in tl.static_range(R):
             rs += (tl.load(p_r, mask=(o_t + j < T)[:, None] & m_d[None, :], other=0),)
             p_r += D
-    ws = _taps(b_w, W, MODE)
+    ws = _taps(b_w, W, SILU)
     b = None
     if bias is not None:
-        b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32) * _scale(MODE)
+        b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32) * _scale(SILU)
     p_y = y + o_y + (o_r * D)[:, None] + o_d[None, :]
     if cu_seqlens is None:
-        _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, None, W, R, MODE, False, EVEN, FULL)
+        _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, None, W, R, SILU, False, EVEN, FULL)
     else:
         cut = _cuts(bos, eos, o_t - (W - 2), R + W - 2)
         if tl.max(cut, 0) != 0:
-            _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, cut[:, None], W, R, MODE, True, EVEN, FULL)
+            _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, cut[:, None], W, R, SILU, True, EVEN, FULL)
         else:
-            _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, None, W, R, MODE, False, EVEN, FULL)
+            _tile_rows(xs, rs, p_y, D, o_t, T, m_d, ws, b, None, W, R, SILU, False, EVEN, FULL)
 
 
 # ------------------------------------------------------------------------------------------------------------- turned x
@@ -245,7 +229,7 @@ def conv_turned_kernel(
     bias,          # [D] or None
     residual,      # [B, T, D] contiguous, or None
     T, D, sx_n, sx_d,
-    W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
 ):
     """One CTA: BT rows of one batch row, BD channels; all rows of it exist if FULL, all channels if EVEN."""
     BG: tl.constexpr = BT // 8
@@ -263,14 +247,14 @@ def conv_turned_kernel(
         now = tl.load(p_x, mask=m_d[:, None] & (o_t < T)[None, :], other=0)
     # the group of 8 rows before each, from L1 but for the tile's first
     past = tl.load(p_x - 8, mask=m_d[:, None] & ((o_t >= 8) & (o_t < T + 8))[None, :], other=0)
-    ws = _taps(b_w, W, MODE)
+    ws = _taps(b_w, W, SILU)
     b = None
     if bias is not None:
-        b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32) * _scale(MODE)
+        b = tl.load(bias + o_d, mask=m_d, other=0).to(tl.float32) * _scale(SILU)
     xs = _eighths(past, BD, BG) + _eighths(now, BD, BG)
     ys = ()
     for i in tl.static_range(8):
-        ys += (_tile_column(xs, i, ws, b, W, MODE),)
+        ys += (_tile_column(xs, i, ws, b, W, SILU),)
     z = tl.trans(_whole(ys, BD, BG))
     o_y = (i_b * T + i_t) * D + i_d + (tl.arange(0, BT) * D)[:, None] + tl.arange(0, BD)[None, :]
     m_y = (o_t < T)[:, None] & m_d[None, :]
@@ -283,25 +267,21 @@ def conv_turned_kernel(
 
 
 @triton.jit
-def _tile_column(xs, i: tl.constexpr, ws, b, W: tl.constexpr, MODE: tl.constexpr):
+def _tile_column(xs, i: tl.constexpr, ws, b, W: tl.constexpr, SILU: tl.constexpr):
     """Row i of every group of 8 [BD, BG]: xs[8 + i] is the row itself, what comes before it the rows before."""
     z = _wide(xs[8 + i]) * ws[W - 1][:, None]
     if b is not None:
         z += b[:, None]
     for k in tl.static_range(1, W):
         z += _wide(xs[8 + i - k]) * ws[W - 1 - k][:, None]
-    if MODE != "none":
-        z = _silu(z, MODE)
+    if SILU:
+        z = _silu(z)
     return z
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
 def supports(p) -> tuple[bool, str]:
     return strip_supports(p)
-
-
-def _mode(p) -> str:
-    return SIGMOID if p.activation == "silu" else "none"
 
 
 def _bounds(p) -> int:
@@ -324,7 +304,7 @@ def fwd(*, x, weight, bias, residual, h0, p, cu_seqlens):
     """x [B,T,D], weight [D,W], bias [D], residual [B,T,D], h0 [N,D,W] -> y [B,T,D] contiguous, ht [N,D,W] or None."""
     plain = x.numel() and h0 is None
     few = not p.varlen or p.N <= CUTS
-    if plain and few and x.stride(2) == 1 and _fits(x, SEG * min(ROWS, ROWS_FEW)):
+    if plain and few and x.stride(2) == 1 and _fits(x, WARPS * ROWS):
         y = _tiles(x, weight.contiguous(), bias, residual, p, cu_seqlens)
     elif plain and turned(x) and cu_seqlens is None and _fits(x, TURNED[1]):
         y = _turned(x, weight.contiguous(), bias, residual, p)
@@ -337,16 +317,12 @@ def _tiles(x, weight, bias, residual, p, cu_seqlens):
     """y [B, T, D] of x whose channels have unit stride."""
     B, T, D = x.shape
     y = torch.empty((B, T, D), dtype=x.dtype, device=x.device)
-    BD = min(32 * (BYTES_PACKED if p.varlen else BYTES) // x.element_size(), triton.next_power_of_2(D))
-    R, columns = ROWS, triton.cdiv(D, BD)
-    if B * columns * triton.cdiv(T, SEG * R) < FEW:
-        R = ROWS_FEW
-    NT = triton.cdiv(T, SEG * R)
+    BD, BT = min(32 * BYTES // x.element_size(), triton.next_power_of_2(D)), WARPS * ROWS
     launch(
-        conv_tile_kernel, (columns, NT, B), x, y, weight, bias, None if residual is None else residual.contiguous(),
-        cu_seqlens, p.N, T, D, x.stride(0), x.stride(1),
-        W=weight.shape[1], BD=BD, R=R, SEG=SEG, MODE=_mode(p), EVEN=D % BD == 0, FULL=T % (SEG * R) == 0,
-        N2=_bounds(p), num_warps=SEG, maxnreg=REGS,
+        conv_tile_kernel, (triton.cdiv(D, BD), triton.cdiv(T, BT), B), x, y, weight, bias,
+        None if residual is None else residual.contiguous(), cu_seqlens, p.N, T, D, x.stride(0), x.stride(1),
+        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
+        N2=_bounds(p), num_warps=WARPS,
     )
     return y
 
@@ -359,7 +335,7 @@ def _turned(x, weight, bias, residual, p):
     launch(
         conv_turned_kernel, (triton.cdiv(D, BD), triton.cdiv(T, BT), B), x, y, weight, bias,
         None if residual is None else residual.contiguous(), T, D, x.stride(0), x.stride(2),
-        W=weight.shape[1], BD=BD, BT=BT, MODE=_mode(p), EVEN=D % BD == 0, FULL=T % BT == 0, num_warps=warps,
+        W=weight.shape[1], BD=BD, BT=BT, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0, num_warps=warps,
     )
     return y
 
@@ -380,12 +356,11 @@ SPANS = {"fwd": fwd}
 
 _TYPES = {"x": "*bf16", "y": "*bf16", "weight": "*fp32", "D": "i32:16", "sx_n": "i32:16"}
 _TILE = _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32"}
-_FIXED = {"bias": None, "residual": None, "W": 4, "MODE": SIGMOID, "EVEN": True, "FULL": True}
-_ROWS = _FIXED | {"BD": 16 * BYTES, "SEG": SEG}
-_PACKED = _ROWS | {"BD": 16 * BYTES_PACKED, "R": ROWS_FEW, "N2": 64}
+_FIXED = {"bias": None, "residual": None, "W": 4, "SILU": True, "EVEN": True, "FULL": True}
+_ROWS = _FIXED | {"BD": 16 * BYTES, "R": ROWS, "SEG": WARPS}
 COMPILE = [
-    (conv_tile_kernel, _TILE, _ROWS | {"R": ROWS, "cu_seqlens": None, "N2": 0}, SEG, 3, {"maxnreg": REGS}),
-    (conv_tile_kernel, _TILE | {"cu_seqlens": "*i64"}, _PACKED, SEG, 3, {"maxnreg": REGS}),
+    (conv_tile_kernel, _TILE, _ROWS | {"cu_seqlens": None, "N2": 0}, WARPS, 3),
+    (conv_tile_kernel, _TILE | {"cu_seqlens": "*i64"}, _ROWS | {"N2": 64}, WARPS, 3),
     (
         conv_turned_kernel, _TYPES | {"T": "i32:16", "sx_d": "i32:16"},
         _FIXED | {"BD": TURNED[0], "BT": TURNED[1]}, TURNED[2], 3,

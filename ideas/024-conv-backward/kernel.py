@@ -24,7 +24,6 @@ from kernel_fun.cconv.stages.k001_conv_strip import (
     INTERPRETED,
     _bias,
     _channels,
-    _grad,
     conv_bwd_kernel,
     conv_sum_kernel,
 )
@@ -34,22 +33,28 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Rows of channels: bytes of channels a thread, its rows, and warps, each of which has a segment of that many rows.
+# Rows of channels: bytes of channels a thread. Of packed tiles: rows a thread, and warps, each of which has a segment
+# of that many rows; registers a thread at most (two CTAs).
 BYTES = 8
 ROWS = 8
-SEG = 8
-REGS = 128           # registers a thread at most: two CTAs
-DENSE = "strips"     # or "tiles": what dense rows take
+WARPS = 8
+REGS = 128
+# What dense rows take: "runs", or 001's "strips". Of a CTA of runs: segments one after another in time, warps beside
+# each other in channels in each; rows of a group, of which a thread has two, one at work and one on its way; pairs of
+# groups of a segment; registers a thread at most.
+DENSE = "runs"
+RUN = (8, 1, 4, 4)
+RUN_REGS = 128
 CUTS = 512           # packed sequences at most
-# Turned x: channels and rows of a tile, warps; rows of a thread, 8 or 16; tiles of a CTA, one after another down time,
-# for one partial sum; registers a thread at most (three CTAs), and where x is fp32 or not read 16 bytes a thread.
-TILE = (64, 64, 8)
-GROUP = 8
-TILES = 4
-TURNED_REGS, WIDE_REGS = 80, 128
+# Turned x: channels and rows of a tile, warps; registers a thread at most, and where x is fp32 or not read 16 bytes a
+# thread.
+TURNED = (64, 64, 4)
+TURNED_REGS, WIDE_REGS = None, None
 GRID = 65535         # CTAs along the grid's second and third axes
 
 EXACT = tl.constexpr(INTERPRETED)
+LOG2E = tl.constexpr(1.4426950408889634)
+G = tl.constexpr(16)   # rows of turned x a thread has beside each other
 
 
 # ----------------------------------------------------------------------------------------------------- device functions
@@ -65,7 +70,220 @@ def _wide(b):
         )
 
 
+@triton.jit
+def _scale(SILU: tl.constexpr):
+    """What weights and bias are multiplied by, so that pre-activations are what `_grad` wants. Its result is divided by
+    as much: times such a weight it is right, and sums of it are multiplied as they are written."""
+    return LOG2E if SILU else 1.0
+
+
+@triton.jit
+def _grad(dy, u, SILU: tl.constexpr):
+    """dy silu'(z) / c = dy s (1/c + u (1 - s) / c^2) of u = c z, c = log2(e), s = 1 / (1 + 2^-u)."""
+    if not SILU:
+        g = dy
+    elif EXACT:
+        z = u * (1.0 / LOG2E)
+        s = 1.0 / (1.0 + tl.exp(-z))
+        g = dy * (s + z * s * (1.0 - s)) * (1.0 / LOG2E)
+    else:
+        g = tl.inline_asm_elementwise(
+            """{ .reg .f32 s, t; neg.f32 t, $2; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 s, t; fma.rn.f32 t, s, 0fBEF5FDF0, 0f3EF5FDF0; fma.rn.f32 t, t, $2, 0f3F317218;
+            mul.f32 s, s, $1; mul.f32 $0, s, t; }""",
+            "=f,f,f", [dy, u], dtype=tl.float32, is_pure=True, pack=1,
+        )
+    return g
+
+
 # ----------------------------------------------------------------------------------------------------- rows of channels
+@triton.jit
+def _weights(weight, o_d, m_d, W: tl.constexpr):
+    """[BD, W] as they lie, a channel's beside each other; three taps are filled up to four."""
+    o_w = tl.arange(0, 4 if W == 3 else W)
+    return tl.load(weight + o_d[:, None] * W + o_w[None, :], mask=m_d[:, None] & (o_w < W)[None, :], other=0)
+
+
+@triton.jit
+def _lags(b_w, W: tl.constexpr, SILU: tl.constexpr):
+    """W tensors [1, BD] of `_weights`, scaled, by lag: the first multiplies the row itself."""
+    b_w = b_w.to(tl.float32) * _scale(SILU)
+    if W == 2:
+        w0, w1 = tl.split(b_w)
+        ws = (w1[None, :], w0[None, :])
+    else:
+        even, odd = tl.split(tl.reshape(b_w, (b_w.shape[0], 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        if W == 3:
+            ws = (w2[None, :], w1[None, :], w0[None, :])
+        else:
+            ws = (w3[None, :], w2[None, :], w1[None, :], w0[None, :])
+    return ws
+
+
+@triton.jit
+def _load_row(p, t, T, m_d, INSIDE: tl.constexpr):
+    """A row of every segment, by time `t` [SEG]; INSIDE: it exists."""
+    if INSIDE:
+        b = tl.load(p)
+    else:
+        b = tl.load(p, mask=((t >= 0) & (t < T))[:, None] & m_d[None, :], other=0)
+    return b
+
+
+@triton.jit
+def _write_sums(sums, p, D, m_d, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr):
+    """A CTA's sums [SEG, BD], of the weights by lag and of the bias, to its rows of `partial`."""
+    for k in tl.static_range(W):
+        tl.store(p + (W - 1 - k) * D, tl.sum(sums[k], 0) * _scale(SILU), mask=m_d)
+    if BIAS:
+        tl.store(p + W * D, tl.sum(sums[W], 0) * _scale(SILU), mask=m_d)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+@triton.jit
+def _load_rows(p, t, T, m_d, STRIDE: tl.constexpr, N: tl.constexpr, INSIDE: tl.constexpr):
+    """N rows of every segment, the first at pointers p and time t [SEG]."""
+    rows = ()
+    for j in tl.static_range(N):
+        rows += (_load_row(p + j * STRIDE, t + j, T, m_d, INSIDE),)
+    return rows
+
+
+@triton.jit
+def _push(row, ring, W: tl.constexpr):
+    """The W - 1 newest rows, nearest first, after one step: `row` is now the nearest, and the oldest is gone."""
+    rows = (row,)
+    for k in tl.static_range(W - 2):
+        rows += (ring[k],)
+    return rows
+
+
+@triton.jit
+def _run_grad(b_x, b_dy, ring, ws, b_b, W: tl.constexpr, SILU: tl.constexpr):
+    """A row widened, and the gradient of its pre-activation."""
+    x0 = _wide(b_x)
+    z = x0 * ws[0]
+    if b_b is not None:
+        z += b_b
+    for k in tl.static_range(1, W):
+        z += ring[k - 1] * ws[k]
+    return x0, _grad(_wide(b_dy), z, SILU)
+
+
+@triton.jit
+def _run_sums(sums, g, x0, ring, W: tl.constexpr):
+    new = (sums[0] + g * x0,)
+    for k in tl.static_range(1, W):
+        new += (sums[k] + g * ring[k - 1],)
+    return new + (sums[W] + g,)  # noqa: RUF005  (Triton has no starred tuples)
+
+
+@triton.jit
+def _run_group(xs, dys, ring, grads, sums, p_dx, t, T, m_d, ws, b_b, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+               SILU: tl.constexpr, INSIDE: tl.constexpr):
+    """G rows in; the rows of dx W - 1 before each of them, from time t [SEG] on, out; returns new rings and sums."""
+    for j in tl.static_range(G):
+        x0, g = _run_grad(xs[j], dys[j], ring, ws, b_b, W, SILU)
+        sums = _run_sums(sums, g, x0, ring, W)
+        d = g * ws[W - 1]
+        for k in tl.static_range(W - 1):
+            d += grads[W - 2 - k] * ws[k]
+        d = d.to(p_dx.dtype.element_ty)
+        if INSIDE:
+            tl.store(p_dx + j * D, d)
+        else:
+            tl.store(p_dx + j * D, d, mask=(t + j < T)[:, None] & m_d[None, :])
+        ring = _push(x0, ring, W)
+        grads = _push(g, grads, W)
+    return ring, grads, sums
+
+
+@triton.jit(do_not_specialize=["T"])
+def conv_run_bwd_kernel(
+    x, dy,         # [B, T, D], rows SX and SY apart, channels one after another
+    dx,            # [B, T, D] contiguous
+    partial,       # [CTAs of time and batch, W (+ 1 with a bias), D] fp32: sums by weight column, then the bias
+    weight,        # [D, W]
+    bias,          # [D] or None
+    T, sx_n, sy_n,
+    D: tl.constexpr, SX: tl.constexpr, SY: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SEG: tl.constexpr,
+    G: tl.constexpr, PAIRS: tl.constexpr, SILU: tl.constexpr, FULL: tl.constexpr,
+):
+    """One CTA: SEG segments of L = 2 G PAIRS rows of one batch row, BD channels; FULL: all rows of it exist.
+
+    dx trails the newest row by W - 1, so that a segment takes in the W - 1 rows after it. Their gradients enter its
+    sums, in place of those of its own first W - 1 rows, which only the first of all has to add. The distances of rows
+    are constants: an address then is part of its load or store."""
+    L: tl.constexpr = 2 * G * PAIRS
+    INSIDE: tl.constexpr = FULL and D % BD == 0
+    i_b = tl.program_id(2).to(tl.int64)
+    i_t = tl.program_id(1) * (SEG * L)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    o_r = tl.arange(0, SEG) * L
+    t = i_t + o_r
+    p_x = x + i_b * sx_n + i_t.to(tl.int64) * SX + (o_r * SX)[:, None] + o_d[None, :]
+    p_dy = dy + i_b * sy_n + i_t.to(tl.int64) * SY + (o_r * SY)[:, None] + o_d[None, :]
+    p_dx = dx + (i_b * T + i_t) * D + (o_r * D)[:, None] + o_d[None, :]
+    b_w = _weights(weight, o_d, m_d, W)   # before x: they are there first, and are turned while x comes
+    before = _load_rows(p_x - (W - 1) * SX, t - (W - 1), T, m_d, SX, W - 1, False)
+    xs = _load_rows(p_x, t, T, m_d, SX, W - 1 + G, INSIDE)
+    dys = _load_rows(p_dy, t, T, m_d, SY, W - 1 + G, INSIDE)
+    ws = _lags(b_w, W, SILU)
+    b_b = None
+    if bias is not None:
+        b_b = _bias(bias, o_d, m_d)[None, :] * _scale(SILU)
+    sums = ()
+    for _k in tl.static_range(W + 1):
+        sums += (tl.zeros([SEG, BD], tl.float32),)
+    ring = (_wide(before[W - 2]),)
+    for k in tl.static_range(1, W - 1):
+        ring += (_wide(before[W - 2 - k]),)
+    grads = ring
+    for j in tl.static_range(W - 1):
+        x0, g = _run_grad(xs[j], dys[j], ring, ws, b_b, W, SILU)
+        if i_t == 0:
+            sums = _run_sums(sums, tl.where((t == 0)[:, None], g, 0.0), x0, ring, W)
+        ring = _push(x0, ring, W)
+        grads = _push(g, grads, W)
+    xs = _tail(xs, W - 1, G)
+    dys = _tail(dys, W - 1, G)
+    NEXT: tl.constexpr = W - 1 + G   # from a group's rows of dx to the next group's rows of x and dy
+    for i in tl.range(0, PAIRS - 1, num_stages=1):
+        r = i * (2 * G)   # from it all else anew: carried pointers and times would cross shared memory after the loop
+        xs2 = _load_rows(p_x + (r + NEXT) * SX, t + (r + NEXT), T, m_d, SX, G, INSIDE)
+        dys2 = _load_rows(p_dy + (r + NEXT) * SY, t + (r + NEXT), T, m_d, SY, G, INSIDE)
+        ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx + r * D, t + r, T, m_d, ws, b_b, D, W, G, SILU,
+                                       INSIDE)
+        r += G
+        xs = _load_rows(p_x + (r + NEXT) * SX, t + (r + NEXT), T, m_d, SX, G, INSIDE)
+        dys = _load_rows(p_dy + (r + NEXT) * SY, t + (r + NEXT), T, m_d, SY, G, INSIDE)
+        ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx + r * D, t + r, T, m_d, ws, b_b, D, W, G, SILU,
+                                       INSIDE)
+    LAST: tl.constexpr = (PAIRS - 1) * 2 * G   # the last rows that come in are the next segment's, or beyond the end
+    xs2 = _load_rows(p_x + (LAST + NEXT) * SX, t + (LAST + NEXT), T, m_d, SX, G, False)
+    dys2 = _load_rows(p_dy + (LAST + NEXT) * SY, t + (LAST + NEXT), T, m_d, SY, G, False)
+    ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx + LAST * D, t + LAST, T, m_d, ws, b_b, D, W, G, SILU,
+                                   INSIDE)
+    ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx + (LAST + G) * D, t + (LAST + G), T, m_d, ws, b_b,
+                                   D, W, G, SILU, INSIDE)
+    HEIGHT: tl.constexpr = W if bias is None else W + 1
+    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * HEIGHT * D + o_d
+    _write_sums(sums, p, D, m_d, W, bias is not None, SILU)
+
+
+@triton.jit
+def _tail(rows, first: tl.constexpr, N: tl.constexpr):
+    """N of the rows, from number `first` on."""
+    out = ()
+    for j in tl.static_range(N):
+        out += (rows[first + j],)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------- packed rows
 @triton.jit
 def _cuts(bos, eos, row, LENGTH: tl.constexpr):
     """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos)
@@ -119,16 +337,6 @@ def _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut, sums, W: tl.constexp
     return sums
 
 
-@triton.jit
-def _load_row(p, t, T, m_d, INSIDE: tl.constexpr):
-    """A row of every segment, by time `t` [SEG]; INSIDE: it exists."""
-    if INSIDE:
-        b = tl.load(p)
-    else:
-        b = tl.load(p, mask=((t >= 0) & (t < T))[:, None] & m_d[None, :], other=0)
-    return b
-
-
 @triton.jit(do_not_specialize=["N", "T"])
 def conv_tile_bwd_kernel(
     x, dy,         # [B, T, D] by strides, channels one after another
@@ -136,13 +344,13 @@ def conv_tile_bwd_kernel(
     partial,       # [CTAs of time and batch, W (+ 1 with a bias), D] fp32: sums by weight column, then the bias
     weight,        # [D, W]
     bias,          # [D] or None
-    cu_seqlens,    # [N + 1] or None
+    cu_seqlens,    # [N + 1]
     N, T, D, sx_n, sx_t, sy_n, sy_t,
     W: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, N2: tl.constexpr,
 ):
     """One CTA: SEG segments of R rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels.
-    N2: 0 if dense, else a power of two, N at least."""
+    N2: a power of two, N at least."""
     i_b = tl.program_id(2).to(tl.int64)
     i_t = tl.program_id(1) * (SEG * R)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -153,11 +361,9 @@ def conv_tile_bwd_kernel(
     p_dy = dy + i_b * sy_n + i_t.to(tl.int64) * sy_t + (o_r * sy_t)[:, None] + o_d[None, :]
     p_dx = dx + (i_b * T + i_t) * D + (o_r * D)[:, None] + o_d[None, :]
     b_w = _weights(weight, o_d, m_d, W)   # before x: they are there first, and are turned while x comes
-    bos, eos = None, None
-    if cu_seqlens is not None:
-        o_n = tl.arange(0, N2)
-        bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0)
-        eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0)
+    o_n = tl.arange(0, N2)
+    bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0)
+    eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0)
     xs = ()
     dys = ()
     for j in tl.static_range(R + 2 * (W - 1)):
@@ -166,52 +372,21 @@ def conv_tile_bwd_kernel(
         if j >= W - 1:
             dys += (_load_row(p_dy, o_t + (j - W + 1), T, m_d, FULL and EVEN and j < R + W - 1),)
             p_dy += sy_t
-    ws = _lags(b_w, W)
+    ws = _lags(b_w, W, SILU)
     b_b = None
     if bias is not None:
-        b_b = _bias(bias, o_d, m_d)[None, :]
+        b_b = _bias(bias, o_d, m_d)[None, :] * _scale(SILU)
     sums = ()
     for _k in tl.static_range(W + 1):
         sums += (tl.zeros([SEG, BD], tl.float32),)
-    if cu_seqlens is None:
+    cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3)
+    if tl.max(cut, 0) != 0:
+        sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut[:, None], sums, W, R, SILU, True, EVEN, FULL)
+    else:
         sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, None, sums, W, R, SILU, False, EVEN, FULL)
-    else:
-        cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3)
-        if tl.max(cut, 0) != 0:
-            sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut[:, None], sums, W, R, SILU, True, EVEN, FULL)
-        else:
-            sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, None, sums, W, R, SILU, False, EVEN, FULL)
-    ROWS: tl.constexpr = W if bias is None else W + 1
-    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
-    for k in tl.static_range(W):
-        tl.store(p + (W - 1 - k) * D, tl.sum(sums[k], 0), mask=m_d)
-    if bias is not None:
-        tl.store(p + W * D, tl.sum(sums[W], 0), mask=m_d)
-
-
-@triton.jit
-def _weights(weight, o_d, m_d, W: tl.constexpr):
-    """[BD, W] as they lie, a channel's beside each other; three taps are filled up to four."""
-    o_w = tl.arange(0, 4 if W == 3 else W)
-    return tl.load(weight + o_d[:, None] * W + o_w[None, :], mask=m_d[:, None] & (o_w < W)[None, :], other=0)
-
-
-@triton.jit
-def _lags(b_w, W: tl.constexpr):
-    """W tensors [1, BD] of `_weights`, by lag: the first multiplies the row itself."""
-    b_w = b_w.to(tl.float32)
-    if W == 2:
-        w0, w1 = tl.split(b_w)
-        ws = (w1[None, :], w0[None, :])
-    else:
-        even, odd = tl.split(tl.reshape(b_w, (b_w.shape[0], 2, 2)))
-        w0, w2 = tl.split(even)
-        w1, w3 = tl.split(odd)
-        if W == 3:
-            ws = (w2[None, :], w1[None, :], w0[None, :])
-        else:
-            ws = (w3[None, :], w2[None, :], w1[None, :], w0[None, :])
-    return ws
+    HEIGHT: tl.constexpr = W if bias is None else W + 1
+    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * HEIGHT * D + o_d
+    _write_sums(sums, p, D, m_d, W, bias is not None, SILU)
 
 
 # ------------------------------------------------------------------------------------------------------------- turned x
@@ -226,37 +401,27 @@ def _quarters(b, BD: tl.constexpr, BG: tl.constexpr):
 
 
 @triton.jit
-def _eighths(b, BD: tl.constexpr, BG: tl.constexpr):
-    even, odd = tl.split(tl.reshape(b, (BD, BG * 4, 2)))
-    e = _quarters(even, BD, BG)
-    o = _quarters(odd, BD, BG)
-    return e[0], o[0], e[1], o[1], e[2], o[2], e[3], o[3]
-
-
-@triton.jit
-def _parts(b, BD: tl.constexpr, BG: tl.constexpr, G: tl.constexpr):
-    if G == 8:
-        c = _eighths(b, BD, BG)
-    else:
-        even, odd = tl.split(tl.reshape(b, (BD, BG * 8, 2)))
-        e = _eighths(even, BD, BG)
-        o = _eighths(odd, BD, BG)
-        c = ()
-        for i in tl.static_range(8):
-            c += (e[i], o[i])
+def _sixteenths(b, BD: tl.constexpr, BG: tl.constexpr):
+    even, odd = tl.split(tl.reshape(b, (BD, BG * 4, 2, 2)))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    a0 = _quarters(a0, BD, BG)   # columns 0, 4, 8, 12
+    a1 = _quarters(a1, BD, BG)
+    a2 = _quarters(a2, BD, BG)
+    a3 = _quarters(a3, BD, BG)
+    c = ()
+    for i in tl.static_range(4):
+        c += (a0[i], a1[i], a2[i], a3[i])
     return c
 
 
 @triton.jit
-def _whole(c, BD: tl.constexpr, BG: tl.constexpr, G: tl.constexpr):
-    """The inverse of `_parts`."""
-    n: tl.constexpr = G // 4
+def _whole(c, BD: tl.constexpr, BG: tl.constexpr):
+    """The inverse of `_sixteenths`."""
     a = ()
-    for i in tl.static_range(n):   # columns i, i + n, i + 2 n, i + 3 n
-        a += (tl.reshape(tl.join(tl.join(c[i], c[i + 2 * n]), tl.join(c[i + n], c[i + 3 * n])), (BD, BG * 4)),)
-    if G == 16:
-        a = (tl.reshape(tl.join(a[0], a[2]), (BD, BG * 8)), tl.reshape(tl.join(a[1], a[3]), (BD, BG * 8)))
-    return tl.reshape(tl.join(a[0], a[1]), (BD, BG * G))
+    for i in tl.static_range(4):   # columns i, i + 4, i + 8, i + 12
+        a += (tl.reshape(tl.join(tl.join(c[i], c[i + 8]), tl.join(c[i + 4], c[i + 12])), (BD, BG * 4)),)
+    return tl.reshape(tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3])), (BD, BG * 16))
 
 
 @triton.jit
@@ -271,8 +436,8 @@ def _sum(xs, ws, i: tl.constexpr, b_b, W: tl.constexpr):
 
 
 @triton.jit
-def _grads(xs, dys, ws, b_b, W: tl.constexpr, G: tl.constexpr, SILU: tl.constexpr):
-    """Gradients of the pre-activations of every group's G rows and of the W - 1 rows after them."""
+def _grads(xs, dys, ws, b_b, W: tl.constexpr, SILU: tl.constexpr):
+    """Gradients of the pre-activations of every group's rows and of the W - 1 rows after them."""
     gs = ()
     for i in tl.static_range(G + W - 1):
         gs += (_grad(_wide(dys[i]), _sum(xs, ws, i, b_b, W), SILU),)
@@ -280,7 +445,7 @@ def _grads(xs, dys, ws, b_b, W: tl.constexpr, G: tl.constexpr, SILU: tl.constexp
 
 
 @triton.jit
-def _dx(gs, ws, W: tl.constexpr, G: tl.constexpr, dtype: tl.constexpr):
+def _dx(gs, ws, W: tl.constexpr, dtype: tl.constexpr):
     """dx of every group's rows: the gradient k rows later meets the weight of lag k."""
     out = ()
     for i in tl.static_range(G):
@@ -292,18 +457,15 @@ def _dx(gs, ws, W: tl.constexpr, G: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, gs, xs, W: tl.constexpr, G: tl.constexpr):
-    """Add the groups' rows to the sums [BD, BG]: of the weights, then of the bias."""
-    out = ()
-    for w in tl.static_range(W):
-        s = sums[w]
-        for i in tl.static_range(G):
+def _total(gs, xs, w: tl.constexpr, W: tl.constexpr):
+    """The groups' sums [BD, BG] for column w of the weights, or for the bias where w is W."""
+    s = gs[0] * _wide(xs[4 - (W - 1 - w)]) if w < W else gs[0]
+    for i in tl.static_range(1, G):
+        if w < W:
             s += gs[i] * _wide(xs[4 + i - (W - 1 - w)])
-        out += (s,)
-    s = sums[W]
-    for i in tl.static_range(G):
-        s += gs[i]
-    return out + (s,)  # noqa: RUF005  (Triton has no starred tuples)
+        else:
+            s += gs[i]
+    return s
 
 
 @triton.jit
@@ -315,60 +477,52 @@ def conv_turned_bwd_kernel(
     weight,        # [D, W]
     bias,          # [D] or None
     T, D, sx_n, sx_d, sy_n, sy_t, sy_d,
-    W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, SILU: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, DY_UNIT: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    DY_UNIT: tl.constexpr,
 ):
-    """One CTA: TILES times BT rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels."""
+    """One CTA: BT rows of one batch row, BD channels; FULL: all rows of it exist, EVEN: all channels."""
     BG: tl.constexpr = BT // G
     i_b = tl.program_id(2).to(tl.int64)
     i_d = tl.program_id(0) * BD
+    i_t = tl.program_id(1) * BT
     o_d = i_d + tl.arange(0, BD)
     m_d = o_d < D
-    x += i_b * sx_n
-    dy += i_b * sy_n
-    dx += i_b * T * D + i_d
-    ws = ()
-    for w in tl.static_range(W):
-        ws += (tl.load(weight + o_d * W + w, mask=m_d, other=0).to(tl.float32)[:, None],)
-    b_b = None
-    if bias is not None:
-        b_b = _bias(bias, o_d, m_d)[:, None]
-    sums = ()
-    for _w in tl.static_range(W + 1):
-        sums += (tl.zeros([BD, BG], tl.float32),)
     o_r = tl.arange(0, BT)
     o_q = tl.arange(0, BG * 4)
     o_q = o_q // 4 * G + o_q % 4   # every group's first four rows
-    for i in tl.range(0, TILES, num_stages=1):
-        i_t = (tl.program_id(1) * TILES + i) * BT
-        o_t = i_t + o_r
-        p_x = x + (o_d.to(tl.int64) * sx_d)[:, None] + i_t
-        p_dy = dy + i_t.to(tl.int64) * sy_t + _channels(o_d, sy_d, DY_UNIT)[None, :]
-        m_q = (i_t + o_q + G < T)   # the rows after a group, G at least from the first row of the tile on
-        if FULL and EVEN:
-            now = tl.load(p_x + o_r[None, :])
-            b_dy = tl.load(p_dy + (o_r * sy_t)[:, None])
-        else:
-            now = tl.load(p_x + o_r[None, :], mask=m_d[:, None] & (o_t < T)[None, :], other=0)
-            b_dy = tl.load(p_dy + (o_r * sy_t)[:, None], mask=(o_t < T)[:, None] & m_d[None, :], other=0)
-        before = (i_t + o_q >= 4) & (i_t + o_q < T + 4)
-        past = tl.load(p_x + (o_q - 4)[None, :], mask=m_d[:, None] & before[None, :], other=0)
-        later = tl.load(p_x + (o_q + G)[None, :], mask=m_d[:, None] & m_q[None, :], other=0)
-        b_dq = tl.load(p_dy + ((o_q + G) * sy_t)[:, None], mask=m_q[:, None] & m_d[None, :], other=0)
-        dys = _parts(tl.trans(b_dy), BD, BG, G) + _quarters(tl.trans(b_dq), BD, BG)
-        xs = _quarters(past, BD, BG) + _parts(now, BD, BG, G) + _quarters(later, BD, BG)
-        gs = _grads(xs, dys, ws, b_b, W, G, SILU)
-        sums = _add(sums, gs, xs, W, G)
-        b_dx = tl.trans(_whole(_dx(gs, ws, W, G, dx.dtype.element_ty), BD, BG, G))
-        p_dx = dx + i_t.to(tl.int64) * D + (o_r * D)[:, None] + tl.arange(0, BD)[None, :]
-        if FULL and EVEN:
-            tl.store(p_dx, b_dx)
-        else:
-            tl.store(p_dx, b_dx, mask=(o_t < T)[:, None] & m_d[None, :])
-    ROWS: tl.constexpr = W if bias is None else W + 1
-    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
-    for w in tl.static_range(ROWS):
-        tl.store(p + w * D, tl.sum(sums[w], 1), mask=m_d)
+    m_r = i_t + o_r < T
+    m_p = (i_t + o_q >= 4) & (i_t + o_q < T + 4)
+    m_q = i_t + o_q + G < T
+    p_x = x + i_b * sx_n + (o_d.to(tl.int64) * sx_d)[:, None] + i_t
+    p_dy = dy + i_b * sy_n + i_t.to(tl.int64) * sy_t + _channels(o_d, sy_d, DY_UNIT)[None, :]
+    ws = ()
+    for w in tl.static_range(W):
+        ws += ((tl.load(weight + o_d * W + w, mask=m_d, other=0).to(tl.float32) * _scale(SILU))[:, None],)
+    b_b = None
+    if bias is not None:
+        b_b = _bias(bias, o_d, m_d)[:, None] * _scale(SILU)
+    if FULL and EVEN:
+        now = tl.load(p_x + o_r[None, :])
+        b_dy = tl.load(p_dy + (o_r * sy_t)[:, None])
+    else:
+        now = tl.load(p_x + o_r[None, :], mask=m_d[:, None] & m_r[None, :], other=0)
+        b_dy = tl.load(p_dy + (o_r * sy_t)[:, None], mask=m_r[:, None] & m_d[None, :], other=0)
+    past = tl.load(p_x + (o_q - 4)[None, :], mask=m_d[:, None] & m_p[None, :], other=0)
+    later = tl.load(p_x + (o_q + G)[None, :], mask=m_d[:, None] & m_q[None, :], other=0)
+    b_dq = tl.load(p_dy + ((o_q + G) * sy_t)[:, None], mask=m_q[:, None] & m_d[None, :], other=0)
+    dys = _sixteenths(tl.trans(b_dy), BD, BG) + _quarters(tl.trans(b_dq), BD, BG)
+    xs = _quarters(past, BD, BG) + _sixteenths(now, BD, BG) + _quarters(later, BD, BG)
+    gs = _grads(xs, dys, ws, b_b, W, SILU)
+    b_dx = tl.trans(_whole(_dx(gs, ws, W, dx.dtype.element_ty), BD, BG))
+    p_dx = dx + (i_b * T + i_t) * D + i_d + (o_r * D)[:, None] + tl.arange(0, BD)[None, :]
+    if FULL and EVEN:
+        tl.store(p_dx, b_dx)
+    else:
+        tl.store(p_dx, b_dx, mask=m_r[:, None] & m_d[None, :])
+    HEIGHT: tl.constexpr = W if bias is None else W + 1
+    p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * HEIGHT * D + o_d
+    for w in tl.static_range(HEIGHT):
+        tl.store(p + w * D, tl.sum(_total(gs, xs, w, W), 1) * _scale(SILU), mask=m_d)
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
@@ -378,7 +532,7 @@ def supports(p) -> tuple[bool, str]:
 
 def _bounds(p) -> int:
     """Sequences that a tile is compiled for: two kinds, as packed batches rarely have as many as the one before."""
-    return 0 if not p.varlen else 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
+    return 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
 
 
 def turned(x) -> bool:
@@ -397,11 +551,13 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
     """-> dx [B,T,D] contiguous in x's dtype; dw, db, dh0 in their inputs' dtypes or None; dresidual is dy itself."""
     if not x.numel() or h0 is not None or dht is not None:
         return strip_bwd(x=x, weight=weight, bias=bias, h0=h0, dy=dy, dht=dht, p=p, cu_seqlens=cu_seqlens)
-    rows_lie = x.stride(2) == 1 and dy.stride(2) == 1 and p.N <= CUTS
-    if turned(x) and cu_seqlens is None and _fits(x, dy, TILE[1]):
-        run = _turned
-    elif rows_lie and (cu_seqlens is not None or DENSE == "tiles") and _fits(x, dy, SEG * ROWS):
+    packed, rows_lie = cu_seqlens is not None, x.stride(2) == 1 and dy.stride(2) == 1
+    if rows_lie and packed and p.N <= CUTS and _fits(x, dy, WARPS * ROWS):
         run = _tiles
+    elif rows_lie and not packed and DENSE == "runs" and _fits(x, dy, _run_rows()):
+        run = _runs
+    elif turned(x) and not packed and _fits(x, dy, TURNED[1]):
+        run = _turned
     else:
         run = _strips
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -420,24 +576,47 @@ def _sums(partial, weight, bias):
     parts, rows, D = partial.shape
     dw, db = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (weight, bias))
     BC = min(32, triton.next_power_of_2(D))
+    BS = min(max(triton.next_power_of_2(parts), 64), 256)
     launch(
         conv_sum_kernel, (triton.cdiv(D, BC), rows), partial, dw, db, parts, D,
-        W=weight.shape[1], ROWS=rows, BS=64, BC=BC, num_warps=4,
+        W=weight.shape[1], ROWS=rows, BS=BS, BC=BC, num_warps=BS // 32 if BS > 64 else 4,
     )
     return dw, db
 
 
 def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
-    """Writes dx where channels are of unit stride; returns `_partial`."""
+    """Writes dx of packed rows whose channels are of unit stride; returns `_partial`."""
     B, T, D = x.shape
-    W, BD = weight.shape[1], min(32 * BYTES // x.element_size(), triton.next_power_of_2(D))
-    NT = triton.cdiv(T, SEG * ROWS)
-    partial = _partial(x, B * NT, W, bias)
+    BD, BT = min(32 * BYTES // x.element_size(), triton.next_power_of_2(D)), WARPS * ROWS
+    NT = triton.cdiv(T, BT)
+    partial = _partial(x, B * NT, weight.shape[1], bias)
     launch(
         conv_tile_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N, T, D,
         *x.stride()[:2], *dy.stride()[:2],
-        W=W, BD=BD, R=ROWS, SEG=SEG, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % (SEG * ROWS) == 0,
-        N2=_bounds(p), num_warps=SEG, maxnreg=REGS,
+        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
+        N2=_bounds(p), num_warps=WARPS, maxnreg=REGS,
+    )
+    return partial
+
+
+def _run_rows() -> int:
+    """Rows of a CTA of runs."""
+    segments, _, group, pairs = RUN
+    return segments * 2 * group * pairs
+
+
+def _runs(x, dy, dx, weight, bias, p, cu_seqlens):
+    """Writes dx of dense rows whose channels are of unit stride; returns `_partial`."""
+    B, T, D = x.shape
+    segments, beside, group, pairs = RUN
+    BD, BT = min(32 * beside * BYTES // x.element_size(), triton.next_power_of_2(D)), _run_rows()
+    NT = triton.cdiv(T, BT)
+    partial = _partial(x, B * NT, weight.shape[1], bias)
+    launch(
+        conv_run_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias,
+        T, x.stride(0), dy.stride(0),
+        D=D, SX=x.stride(1), SY=dy.stride(1), W=weight.shape[1], BD=BD, SEG=segments, G=group, PAIRS=pairs,
+        SILU=p.activation == "silu", FULL=T % BT == 0, num_warps=segments * beside, maxnreg=RUN_REGS,
     )
     return partial
 
@@ -445,16 +624,15 @@ def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
 def _turned(x, dy, dx, weight, bias, p, cu_seqlens):
     """Writes dx where x's time is of unit stride; returns `_partial`. Dense rows alone."""
     B, T, D = x.shape
-    W = weight.shape[1]
-    BD, BT, warps = TILE
-    CT = triton.cdiv(T, BT * TILES)
-    regs = TURNED_REGS if x.element_size() == 2 and T % 16 == 0 else WIDE_REGS
-    partial = _partial(x, B * CT, W, bias)
+    BD, BT, warps = TURNED
+    NT = triton.cdiv(T, BT)
+    partial = _partial(x, B * NT, weight.shape[1], bias)
     launch(
-        conv_turned_bwd_kernel, (triton.cdiv(D, BD), CT, B), x, dy, dx, partial, weight, bias,
+        conv_turned_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias,
         T, D, x.stride(0), x.stride(2), *dy.stride(),
-        W=W, BD=BD, BT=BT, G=GROUP, TILES=TILES, SILU=p.activation == "silu", EVEN=D % BD == 0,
-        FULL=T % (BT * TILES) == 0, DY_UNIT=dy.stride(2) == 1, num_warps=warps, maxnreg=regs,
+        W=weight.shape[1], BD=BD, BT=BT, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
+        DY_UNIT=dy.stride(2) == 1, num_warps=warps,
+        maxnreg=TURNED_REGS if x.element_size() == 2 and T % 16 == 0 else WIDE_REGS,
     )
     return partial
 
@@ -478,15 +656,18 @@ SPANS = {"bwd": bwd}
 
 _TYPES = {"x": "*bf16", "dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "weight": "*fp32"}
 _TYPES |= dict.fromkeys(("D", "sx_n", "sy_n", "sy_t"), "i32:16")
-_FIXED = {"bias": None, "W": 4, "SILU": True, "EVEN": True, "FULL": True}
-_ROWS = _FIXED | {"BD": 16 * BYTES, "R": ROWS, "SEG": SEG}
-_TILE = _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32"}
+_FIXED = {"bias": None, "W": 4, "SILU": True, "FULL": True}
+_RUN = {"D": 2048, "SX": 2048, "SY": 2048, "BD": 16 * BYTES * RUN[1], "SEG": RUN[0], "G": RUN[2], "PAIRS": RUN[3]}
+_DENSE = {n: t for n, t in _TYPES.items() if n not in ("D", "sy_t")}
 COMPILE = [
-    (conv_tile_bwd_kernel, _TILE | {"cu_seqlens": "*i64"}, _ROWS | {"N2": 64}, SEG, 3, {"maxnreg": REGS}),
-    (conv_tile_bwd_kernel, _TILE, _ROWS | {"cu_seqlens": None, "N2": 0}, SEG, 3, {"maxnreg": REGS}),
+    (
+        conv_tile_bwd_kernel, _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32", "cu_seqlens": "*i64"},
+        _FIXED | {"EVEN": True, "BD": 16 * BYTES, "R": ROWS, "SEG": WARPS, "N2": 64}, WARPS, 3, {"maxnreg": REGS},
+    ),
+    (conv_run_bwd_kernel, _DENSE | {"T": "i32"}, _FIXED | _RUN, RUN[0] * RUN[1], 3, {"maxnreg": RUN_REGS}),
     (
         conv_turned_bwd_kernel, _TYPES | {"T": "i32:16", "sx_d": "i32:16"},
-        _FIXED | {"sy_d": 1, "BD": TILE[0], "BT": TILE[1], "G": GROUP, "TILES": TILES, "DY_UNIT": True},
-        TILE[2], 3, {"maxnreg": TURNED_REGS},
+        _FIXED | {"EVEN": True, "sy_d": 1, "BD": TURNED[0], "BT": TURNED[1], "DY_UNIT": True}, TURNED[2], 3,
+        {"maxnreg": TURNED_REGS},
     ),
 ]

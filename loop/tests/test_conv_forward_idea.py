@@ -71,7 +71,7 @@ def test_short_and_ragged_rows(alone, lies, T):
 
 
 @pytest.mark.parametrize(
-    "constants", [{"ROWS_FEW": 4}, {"ROWS_FEW": 16, "SEG": 2}, {"SEG": 8}, {"BYTES": 8, "BYTES_PACKED": 16}], ids=str
+    "constants", [{"ROWS": 4}, {"ROWS": 16, "WARPS": 2}, {"WARPS": 8}, {"BYTES": 16}], ids=str
 )
 @pytest.mark.parametrize("cu", [None, CU, [0, 9, 10, 11, 13, 29], [0, 8, 16, 29], [0, *range(30)]])
 def test_tiles_join(alone, cu, constants, monkeypatch):
@@ -92,11 +92,8 @@ def test_turned_tiles_join(alone, tile, monkeypatch):
         check(alone, turn(make(2, T, D, 4, h0=False, dtype=torch.float32)))
 
 
-@pytest.mark.parametrize("mode", ["exp", "pair", "tanh"])
-def test_ways_to_a_sigmoid(alone, mode, monkeypatch):
-    monkeypatch.setattr(alone, "SIGMOID", mode)
+def test_large_arguments_stay_finite(alone):
     c = make(2, 9, 32, 4, h0=False, dtype=torch.float32)
-    check(alone, c)
     c.x *= 1e4
     check(alone, c)
 
@@ -153,13 +150,13 @@ def test_same_inputs_same_bits(alone):
 def test_hopper_build(idea):
     """CTAs a multiprocessor as the text counts on; wide loads and stores; x on its way before anything is computed."""
     plain, packed, turned = interpreter.compile_many(idea.COMPILE)
-    for built, width in ((plain, 128), (packed, 64), (turned, 128)):
+    for built, width in ((plain, 64), (packed, 64), (turned, 128)):
         assert built.spills == 0
         assert f"LDG.E.{width}" in built.sass
         assert f"STG.E.{width}" in built.sass
         assert not re.search(r"(LDG|STG)\.E(\.U16|\.U8)? ", built.sass)
-    assert plain.regs * 32 * idea.SEG * 4 <= 65536
-    assert packed.regs * 32 * idea.SEG * 6 <= 65536
+    assert plain.regs * 32 * idea.WARPS * 7 <= 65536
+    assert packed.regs * 32 * idea.WARPS * 6 <= 65536
     assert turned.regs * 32 * idea.TURNED[2] * 7 <= 65536
     order = re.findall(r"\b(LDG|MUFU|FFMA)\b", plain.sass)
     assert "LDG" not in order[order.index("MUFU") :]
