@@ -3,8 +3,8 @@
 Parent: 001 (strips of 128 rows, groups of 8 rows loaded and worked on in turn, one wave of CTAs at T 2048).
 Delta: a CTA takes a tile [WARPS x ROWS rows, BD channels] once. A thread has 8 bytes of channels of ROWS + W - 1
     consecutive rows, loaded one after another; its neighbours' rows it reads again, from L1. Weights are loaded as they
-    lie, 16 bytes a channel, and turned in shared memory while x is on its way. Packed rows need no table: x is loaded by
-    plain rows, and a mask of the rows at which a sequence starts, found from cu_seqlens meanwhile, cuts the window.
+    lie, 16 bytes a channel, and turned in shared memory while x is on its way. Packed rows need no table: x is loaded
+    by plain rows, and a mask of the rows at which a sequence starts, found from cu_seqlens meanwhile, cuts the window.
     x that lies as [B,D,T] is read 16 bytes of time a thread, convolved there, and turned as it is stored.
 Why it should be faster: 001 loses 10 us a call to one wave of long strips, and to weights read in steps of 16 bytes
     (32 lines a request) before the first row; turned x was read 2 bytes a lane. Bytes are the same, 2 per element.
@@ -335,7 +335,8 @@ def _turned(x, weight, bias, residual, p):
     launch(
         conv_turned_kernel, (triton.cdiv(D, BD), triton.cdiv(T, BT), B), x, y, weight, bias,
         None if residual is None else residual.contiguous(), T, D, x.stride(0), x.stride(2),
-        W=weight.shape[1], BD=BD, BT=BT, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0, num_warps=warps,
+        W=weight.shape[1], BD=BD, BT=BT, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
+        num_warps=warps,
     )
     return y
 

@@ -39,11 +39,12 @@ BYTES = 8
 ROWS = 8
 WARPS = 8
 REGS = 128
-# What dense rows take: "runs", or 001's "strips". Of a CTA of runs: segments one after another in time, warps beside
-# each other in channels in each; rows of a group, of which a thread has two, one at work and one on its way; pairs of
-# groups of a segment; registers a thread at most.
+# What dense rows take: "runs", or 001's "strips". A run is of segments one after another in time, warps beside each
+# other in channels in each of them, rows of a group (W - 1 at least), and pairs of groups of a segment. STAGES: the next group is in
+# registers (0), or STAGES - 1 are on their way to shared memory. Registers a thread at most.
 DENSE = "runs"
-RUN = (8, 1, 4, 4)
+RUN = (4, 1, 4, 8)
+STAGES = 0
 RUN_REGS = 128
 CUTS = 512           # packed sequences at most
 # Turned x: channels and rows of a tile, warps; registers a thread at most, and where x is fp32 or not read 16 bytes a
@@ -152,6 +153,14 @@ def _load_rows(p, t, T, m_d, STRIDE: tl.constexpr, N: tl.constexpr, INSIDE: tl.c
 
 
 @triton.jit
+def _load_group(p_x, p_dy, r, t, T, m_d, SX: tl.constexpr, SY: tl.constexpr, N: tl.constexpr, INSIDE: tl.constexpr):
+    """Rows r to r + N of every segment, of x and of dy; p_x, p_dy and t are of row 0."""
+    xs = _load_rows(p_x + r * SX, t + r, T, m_d, SX, N, INSIDE)
+    dys = _load_rows(p_dy + r * SY, t + r, T, m_d, SY, N, INSIDE)
+    return xs, dys
+
+
+@triton.jit
 def _push(row, ring, W: tl.constexpr):
     """The W - 1 newest rows, nearest first, after one step: `row` is now the nearest, and the oldest is gone."""
     rows = (row,)
@@ -181,9 +190,10 @@ def _run_sums(sums, g, x0, ring, W: tl.constexpr):
 
 
 @triton.jit
-def _run_group(xs, dys, ring, grads, sums, p_dx, t, T, m_d, ws, b_b, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
-               SILU: tl.constexpr, INSIDE: tl.constexpr):
-    """G rows in; the rows of dx W - 1 before each of them, from time t [SEG] on, out; returns new rings and sums."""
+def _run_group(xs, dys, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D: tl.constexpr, W: tl.constexpr,
+               G: tl.constexpr, SILU: tl.constexpr, INSIDE: tl.constexpr):
+    """G rows in; the rows of dx W - 1 before each of them, r to r + G of every segment, out; returns rings and sums."""
+    p_dx += r * D
     for j in tl.static_range(G):
         x0, g = _run_grad(xs[j], dys[j], ring, ws, b_b, W, SILU)
         sums = _run_sums(sums, g, x0, ring, W)
@@ -194,7 +204,7 @@ def _run_group(xs, dys, ring, grads, sums, p_dx, t, T, m_d, ws, b_b, D: tl.const
         if INSIDE:
             tl.store(p_dx + j * D, d)
         else:
-            tl.store(p_dx + j * D, d, mask=(t + j < T)[:, None] & m_d[None, :])
+            tl.store(p_dx + j * D, d, mask=(t + (r + j) < T)[:, None] & m_d[None, :])
         ring = _push(x0, ring, W)
         grads = _push(g, grads, W)
     return ring, grads, sums
@@ -210,6 +220,7 @@ def conv_run_bwd_kernel(
     T, sx_n, sy_n,
     D: tl.constexpr, SX: tl.constexpr, SY: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SEG: tl.constexpr,
     G: tl.constexpr, PAIRS: tl.constexpr, SILU: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One CTA: SEG segments of L = 2 G PAIRS rows of one batch row, BD channels; FULL: all rows of it exist.
 
@@ -229,8 +240,9 @@ def conv_run_bwd_kernel(
     p_dx = dx + (i_b * T + i_t) * D + (o_r * D)[:, None] + o_d[None, :]
     b_w = _weights(weight, o_d, m_d, W)   # before x: they are there first, and are turned while x comes
     before = _load_rows(p_x - (W - 1) * SX, t - (W - 1), T, m_d, SX, W - 1, False)
-    xs = _load_rows(p_x, t, T, m_d, SX, W - 1 + G, INSIDE)
-    dys = _load_rows(p_dy, t, T, m_d, SY, W - 1 + G, INSIDE)
+    FIRST: tl.constexpr = W - 1 if STAGES else W - 1 + G
+    xs = _load_rows(p_x, t, T, m_d, SX, FIRST, INSIDE)
+    dys = _load_rows(p_dy, t, T, m_d, SY, FIRST, INSIDE)
     ws = _lags(b_w, W, SILU)
     b_b = None
     if bias is not None:
@@ -248,27 +260,31 @@ def conv_run_bwd_kernel(
             sums = _run_sums(sums, tl.where((t == 0)[:, None], g, 0.0), x0, ring, W)
         ring = _push(x0, ring, W)
         grads = _push(g, grads, W)
-    xs = _tail(xs, W - 1, G)
-    dys = _tail(dys, W - 1, G)
-    NEXT: tl.constexpr = W - 1 + G   # from a group's rows of dx to the next group's rows of x and dy
-    for i in tl.range(0, PAIRS - 1, num_stages=1):
-        r = i * (2 * G)   # from it all else anew: carried pointers and times would cross shared memory after the loop
-        xs2 = _load_rows(p_x + (r + NEXT) * SX, t + (r + NEXT), T, m_d, SX, G, INSIDE)
-        dys2 = _load_rows(p_dy + (r + NEXT) * SY, t + (r + NEXT), T, m_d, SY, G, INSIDE)
-        ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx + r * D, t + r, T, m_d, ws, b_b, D, W, G, SILU,
+    # addresses and times anew from r: carried ones would cross shared memory after the loop
+    LAST: tl.constexpr = (2 * PAIRS - 1) * G
+    if STAGES:
+        for i in tl.range(0, 2 * PAIRS - 1, num_stages=STAGES):
+            r = i * G
+            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1), t, T, m_d, SX, SY, G, INSIDE)
+            ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D, W, G, SILU,
+                                           INSIDE)
+    else:
+        xs = _tail(xs, W - 1, G)
+        dys = _tail(dys, W - 1, G)
+        for i in tl.range(0, PAIRS - 1, num_stages=1):
+            r = i * (2 * G)
+            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1 + G), t, T, m_d, SX, SY, G, INSIDE)
+            ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D, W, G, SILU,
+                                           INSIDE)
+            xs, dys = _load_group(p_x, p_dy, r + (W - 1 + 2 * G), t, T, m_d, SX, SY, G, INSIDE)
+            ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, r + G, t, T, m_d, ws, b_b, D, W, G, SILU,
+                                           INSIDE)
+    # the last rows that come in are the next segment's, or beyond the end
+    xs2, dys2 = _load_group(p_x, p_dy, LAST + W - 1, t, T, m_d, SX, SY, G, False)
+    if STAGES == 0:
+        ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx, LAST - G, t, T, m_d, ws, b_b, D, W, G, SILU,
                                        INSIDE)
-        r += G
-        xs = _load_rows(p_x + (r + NEXT) * SX, t + (r + NEXT), T, m_d, SX, G, INSIDE)
-        dys = _load_rows(p_dy + (r + NEXT) * SY, t + (r + NEXT), T, m_d, SY, G, INSIDE)
-        ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx + r * D, t + r, T, m_d, ws, b_b, D, W, G, SILU,
-                                       INSIDE)
-    LAST: tl.constexpr = (PAIRS - 1) * 2 * G   # the last rows that come in are the next segment's, or beyond the end
-    xs2 = _load_rows(p_x + (LAST + NEXT) * SX, t + (LAST + NEXT), T, m_d, SX, G, False)
-    dys2 = _load_rows(p_dy + (LAST + NEXT) * SY, t + (LAST + NEXT), T, m_d, SY, G, False)
-    ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx + LAST * D, t + LAST, T, m_d, ws, b_b, D, W, G, SILU,
-                                   INSIDE)
-    ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx + (LAST + G) * D, t + (LAST + G), T, m_d, ws, b_b,
-                                   D, W, G, SILU, INSIDE)
+    ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, LAST, t, T, m_d, ws, b_b, D, W, G, SILU, INSIDE)
     HEIGHT: tl.constexpr = W if bias is None else W + 1
     p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * HEIGHT * D + o_d
     _write_sums(sums, p, D, m_d, W, bias is not None, SILU)
@@ -616,7 +632,7 @@ def _runs(x, dy, dx, weight, bias, p, cu_seqlens):
         conv_run_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias,
         T, x.stride(0), dy.stride(0),
         D=D, SX=x.stride(1), SY=dy.stride(1), W=weight.shape[1], BD=BD, SEG=segments, G=group, PAIRS=pairs,
-        SILU=p.activation == "silu", FULL=T % BT == 0, num_warps=segments * beside, maxnreg=RUN_REGS,
+        SILU=p.activation == "silu", FULL=T % BT == 0, STAGES=STAGES, num_warps=segments * beside, maxnreg=RUN_REGS,
     )
     return partial
 
@@ -658,6 +674,7 @@ _TYPES = {"x": "*bf16", "dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "weigh
 _TYPES |= dict.fromkeys(("D", "sx_n", "sy_n", "sy_t"), "i32:16")
 _FIXED = {"bias": None, "W": 4, "SILU": True, "FULL": True}
 _RUN = {"D": 2048, "SX": 2048, "SY": 2048, "BD": 16 * BYTES * RUN[1], "SEG": RUN[0], "G": RUN[2], "PAIRS": RUN[3]}
+_RUN |= {"STAGES": STAGES}
 _DENSE = {n: t for n, t in _TYPES.items() if n not in ("D", "sy_t")}
 COMPILE = [
     (

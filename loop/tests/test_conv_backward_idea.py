@@ -19,10 +19,9 @@ def idea():
 
 @pytest.fixture
 def alone(idea, monkeypatch):
-    """The idea without the kernels that it falls back on, and with tiles for dense rows."""
+    """The idea without the kernels that it falls back on."""
     monkeypatch.setattr(idea, "strip_bwd", never)
     monkeypatch.setattr(idea, "_strips", never)
-    monkeypatch.setattr(idea, "DENSE", "tiles")
     return idea
 
 
@@ -46,9 +45,7 @@ def stateless(B, T, D, W, **flags):
 @pytest.mark.parametrize(
     ("W", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32), (4, torch.bfloat16)]
 )
-@pytest.mark.parametrize("group", [8, 16])
-def test_every_width_and_dtype(alone, group, W, dtype, monkeypatch):
-    monkeypatch.setattr(alone, "GROUP", group)
+def test_every_width_and_dtype(alone, W, dtype):
     check(alone, stateless(2, 83, 40, W, dtype=dtype))
 
 
@@ -74,21 +71,28 @@ def test_short_and_ragged_rows(alone, T):
     check(alone, rows(1, T, 16, 4, dtype=torch.float32, cu=[0, 1, T]))
 
 
-@pytest.mark.parametrize("constants", [{"ROWS": 4}, {"ROWS": 16, "SEG": 2}, {"BYTES": 16}], ids=str)
-@pytest.mark.parametrize("cu", [None, [0, 8, 9, 11, 16, 29], [0, *range(30)]])
-def test_tiles_of_rows_join(alone, cu, constants, monkeypatch):
+@pytest.mark.parametrize("constants", [{"ROWS": 4}, {"ROWS": 16, "WARPS": 2}, {"BYTES": 16}], ids=str)
+@pytest.mark.parametrize("cu", [[0, 8, 9, 11, 16, 29], [0, *range(30)]])
+def test_tiles_of_packed_rows_join(alone, cu, constants, monkeypatch):
     """Any tile gives the same result; sequences may start at any row of a segment, or at each."""
     for name, value in constants.items():
         monkeypatch.setattr(alone, name, value)
-    check(alone, rows(1 if cu else 2, 29, 96, 4, cu=cu, dtype=torch.float32))
+    check(alone, rows(1, 29, 96, 4, cu=cu, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    "constants", [{"TILE": (16, 16, 4)}, {"TILE": (32, 32, 4), "GROUP": 16}, {"TILES": 1}], ids=str
-)
-def test_tiles_join(alone, constants, monkeypatch):
-    for name, value in constants.items():
-        monkeypatch.setattr(alone, name, value)
+@pytest.mark.parametrize("stages", [0, 3])
+@pytest.mark.parametrize("run", [(2, 1, 4, 1), (2, 1, 4, 2), (1, 2, 8, 1), (4, 1, 3, 3)], ids=str)
+def test_runs_join(alone, run, stages, monkeypatch):
+    """Any run gives the same result, whether its rows all exist (T = 48, 64) or not, and with two taps or four."""
+    monkeypatch.setattr(alone, "RUN", run)
+    monkeypatch.setattr(alone, "STAGES", stages)
+    for T, D, W in ((48, 64, 4), (64, 128, 2), (53, 40, 3)):
+        check(alone, rows(2, T, D, W, dtype=torch.float32, bias=W == 3))
+
+
+@pytest.mark.parametrize("tile", [(16, 16, 4), (32, 32, 4)])
+def test_turned_tiles_join(alone, tile, monkeypatch):
+    monkeypatch.setattr(alone, "TURNED", tile)
     for T, D in ((128, 64), (81, 40)):
         check(alone, stateless(2, T, D, 4, dtype=torch.float32))
 
@@ -103,19 +107,27 @@ def test_gradients_in_any_strides(alone):
         check(alone, c)
 
 
+def test_strides_of_dense_rows(alone):
+    """Slices of a projection and every second row, without a copy."""
+    plain = rows(2, 21, 32, 4, dtype=torch.float32)
+    for change in (lambda t: torch.cat([t, t, t], -1)[..., 32:64], lambda t: t.repeat_interleave(2, 1)[:, ::2]):
+        check(alone, SimpleNamespace(**(vars(plain) | {"x": change(plain.x)})))
+        check(alone, SimpleNamespace(**(vars(plain) | {"dy": change(plain.dy)})))
+
+
 def test_what_else_is_for_the_strips(idea, monkeypatch):
-    """States are for all of 001; dense rows, turned packed rows, a dy of other strides, many sequences and grids that
-    would not fit for its kernel alone."""
+    """States are for all of 001; turned packed rows, a dy of other strides, many sequences and grids that would not fit
+    for its kernel alone."""
     flags = {"dtype": torch.float32, "h0": False, "ht": False}
     plain, packed = make(2, 29, 32, 4, **flags), make(1, 29, 32, 4, cu=CU, **flags)
     start, end = (turn(make(2, 29, 32, 4, **(flags | {name: True}))) for name in ("h0", "ht"))
-    other = SimpleNamespace(**(vars(packed) | {"dy": turn(SimpleNamespace(x=packed.dy)).x}))
-    for c in (plain, turn(packed), start, end, other):
+    others = [SimpleNamespace(**(vars(c) | {"dy": turn(SimpleNamespace(x=c.dy)).x})) for c in (plain, packed)]
+    for c in (turn(packed), start, end, *others):
         check(idea, c)
     for name in ("strip_bwd", "_strips"):
         monkeypatch.setattr(idea, name, never)
-    check(idea, turn(plain)), check(idea, packed)
-    for c in (plain, turn(packed), start, end, other):
+    check(idea, turn(plain)), check(idea, packed), check(idea, plain)
+    for c in (turn(packed), start, end, *others):
         with pytest.raises(AssertionError, match="the strips ran"):
             backward(idea.SPANS, c)
     monkeypatch.setattr(idea, "CUTS", 2)
@@ -123,7 +135,7 @@ def test_what_else_is_for_the_strips(idea, monkeypatch):
         backward(idea.SPANS, packed)
     monkeypatch.setattr(idea, "CUTS", 512)
     monkeypatch.setattr(idea, "GRID", 0)
-    for c in (packed, turn(plain)):
+    for c in (packed, plain, turn(plain)):
         with pytest.raises(AssertionError, match="the strips ran"):
             backward(idea.SPANS, c)
 
@@ -148,14 +160,16 @@ def test_same_inputs_same_bits(alone):
 
 
 def test_hopper_build(idea):
-    """Rows move 8 bytes a thread, turned x, dy and dx 16; hardly anything spills."""
+    """CTAs a multiprocessor as the text counts on; rows move 8 bytes a thread, turned x, dy and dx 16; hardly anything
+    spills."""
     packed, dense, turned = interpreter.compile_many(idea.COMPILE)
-    for built in (packed, dense):
-        assert built.spills <= 16
-        assert built.regs * 32 * idea.SEG * 2 <= 65536
-        assert "STG.E.64" in built.sass
-    assert turned.spills == 0
-    assert turned.regs * 32 * idea.TILE[2] * 3 <= 65536
+    assert packed.spills <= 24
+    assert packed.regs * 32 * idea.WARPS * 2 <= 65536
+    assert dense.spills == turned.spills == 0
+    assert dense.regs * 32 * idea.RUN[0] * idea.RUN[1] * 4 <= 65536
+    assert turned.regs * 32 * idea.TURNED[2] * 4 <= 65536
+    assert "STG.E.64" in packed.sass
+    assert dense.sass.count("STG.E.64") >= 16
     assert turned.sass.count("LDG.E.128") >= 4
-    assert turned.sass.count("STG.E.128") == 2
+    assert turned.sass.count("STG.E.128") == 4
     assert "U16" not in packed.sass + dense.sass + turned.sass
