@@ -40,7 +40,7 @@ ROWS = 8
 WARPS = 8
 REGS = 128
 # What dense rows take: "runs", or 001's "strips". A run is of segments one after another in time, warps beside each
-# other in channels in each of them, rows of a group (W - 1 at least), and pairs of groups of a segment. STAGES: the next group is in
+# other in channels in each of them, rows of a group (W - 1 at least), and pairs of groups of a segment. STAGES: next in
 # registers (0), or STAGES - 1 are on their way to shared memory. Registers a thread at most.
 DENSE = "runs"
 RUN = (4, 1, 4, 8)
