@@ -1,17 +1,21 @@
-"""The convolution's backward: tiles for packed rows, and for x that lies along time; dense rows stay 001's strips.
+"""The convolution's backward: rows in short runs, packed ones too, and x that lies along time in tiles.
 
-Parent: 001 (strips down time, which visit packed sequences in turn; x along time is read 2 bytes a lane).
-Delta: packed rows in tiles [SEG x R rows, BD channels], with every load on its way before any arithmetic. x and dy are
-    loaded by plain rows; one mask of the rows at which a sequence starts, from one vector load of cu_seqlens, cuts the
-    window. The W - 1 rows before and 2 (W - 1) after a segment are read again, and W - 1 gradients computed again.
-    x along time in tiles [BD channels, BT rows]: a thread has 8 rows of a channel, 16 bytes; dy is turned to lie so in
-    shared memory, and dx back. Sums are one partial a CTA, added up by 001's second kernel, which fills all of dw and
-    db: they are no longer cleared first.
-Why it should be faster: packed, 001 has 2 CTAs a multiprocessor that wait for the sequence's bounds, the weights, the
-    first rows, each group and the last rows one after another: 66 us where the bytes take 24. Along time, 001 asks for
-    32 sectors of x a row and warp; here x, dy and dx move once, in lines of 128 bytes.
-Constraints: as 001. States, and whatever else fits neither kind of tile, are 001's kernels. x counts as turned where
-    time is its unit stride and channels are not; it is read 16 bytes a thread where T is a multiple of 16.
+Parent: 001 (one wave of strips down time, which visit packed sequences in turn; x along time is read 2 bytes a lane).
+Delta: a run is 256 rows (packed: 128) of 128 channels. Each of its 4 warps walks down a quarter of them, 8 bytes of
+    channels a thread, the next rows' loads issued before the present rows' arithmetic; windows, gradients and sums stay
+    in registers. x and dy are loaded by plain rows; where a sequence starts near, masks of such rows, from one vector
+    load of cu_seqlens, cut the window.
+    x along time in tiles [BD channels, BT rows]: a thread has 16 rows of a channel; dy is turned to lie so in shared
+    memory, and dx back. Sums are one partial a CTA, added up by 001's second kernel, which fills all of dw and db: they
+    are no longer cleared first.
+    log2 e is folded into weights, and silu's gradient is 7 instructions.
+Why it should be faster: 001's strips lose 13 us a call to one wave, at 30 instructions an element where this has 25.
+    Packed, its 2 CTAs a multiprocessor wait for the sequence's bounds, the weights, the first rows, each group and the
+    last rows one after another: 66 us where the bytes take 24. Along time it asks for 32 sectors of x a row and warp;
+    here x, dy and dx move once, in lines of 128 bytes.
+Constraints: as 001. States, and whatever else fits neither, are 001's kernels. x counts as turned where time is its
+    unit stride and channels are not; it is read 16 bytes a thread where T is a multiple of 16. Distances of rows are
+    compiled into runs.
 """
 import torch
 import triton
@@ -33,24 +37,23 @@ from kernel_fun.cconv.stages.k001_conv_strip import supports as strip_supports
 
 FAMILY = "cconv"
 
-# Rows of channels: bytes of channels a thread. Of packed tiles: rows a thread, and warps, each of which has a segment
-# of that many rows; registers a thread at most (two CTAs).
+# Rows of channels: bytes of channels a thread. What dense rows take, "runs" or 001's "strips", and packed ones, "runs"
+# or "tiles". Of a run: segments one after another in time, warps beside each other in channels in each of them, rows of
+# a group (W - 1 at least), and pairs of groups of a segment (packed: 56 rows at most); the next group is in registers
+# (STAGES 0), or STAGES - 1 are on their way to shared memory; registers a thread at most.
 BYTES = 8
+DENSE, PACKED = "runs", "runs"
+RUN, PACKED_RUN = (4, 1, 4, 8), (4, 1, 4, 4)
+STAGES = 0
+RUN_REGS = 128
+# Of packed tiles: rows a thread, and warps, each of which has a segment of that many rows; registers a thread at most.
 ROWS = 8
 WARPS = 8
 REGS = 128
-# What dense rows take: "runs", or 001's "strips". A run is of segments one after another in time, warps beside each
-# other in channels in each of them, rows of a group (W - 1 at least), and pairs of groups of a segment. STAGES: next in
-# registers (0), or STAGES - 1 are on their way to shared memory. Registers a thread at most.
-DENSE = "runs"
-RUN = (4, 1, 4, 8)
-STAGES = 0
-RUN_REGS = 128
 CUTS = 512           # packed sequences at most
-# Turned x: channels and rows of a tile, warps; registers a thread at most, and where x is fp32 or not read 16 bytes a
-# thread.
+# Turned x: channels and rows of a tile, warps; registers a thread at most where x is read 16 bytes a thread.
 TURNED = (64, 64, 4)
-TURNED_REGS, WIDE_REGS = None, None
+TURNED_REGS = None
 GRID = 65535         # CTAs along the grid's second and third axes
 
 EXACT = tl.constexpr(INTERPRETED)
@@ -134,6 +137,23 @@ def _load_row(p, t, T, m_d, INSIDE: tl.constexpr):
 
 
 @triton.jit
+def _cuts(bos, eos, row, LENGTH: tl.constexpr):
+    """[SEG] masks int64: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos)
+    starts at row + i, i < LENGTH <= 63. An empty one starts nowhere, so that no bit is added twice."""
+    i = bos.to(tl.int64)[None, :] - row[:, None]
+    hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
+    return tl.sum(tl.where(hit, (i * 0 + 1) << (i & 63), 0), 1)
+
+
+@triton.jit
+def _joined(b, cut, first: tl.constexpr, k: tl.constexpr, CUT: tl.constexpr):
+    """b where none of the k rows that start at bit `first` of `cut` starts a sequence, else 0."""
+    if CUT:
+        b = tl.where((cut & (((1 << k) - 1) << first)) == 0, b, 0.0)
+    return b
+
+
+@triton.jit
 def _write_sums(sums, p, D, m_d, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr):
     """A CTA's sums [SEG, BD], of the weights by lag and of the bias, to its rows of `partial`."""
     for k in tl.static_range(W):
@@ -170,59 +190,112 @@ def _push(row, ring, W: tl.constexpr):
 
 
 @triton.jit
-def _run_grad(b_x, b_dy, ring, ws, b_b, W: tl.constexpr, SILU: tl.constexpr):
-    """A row widened, and the gradient of its pre-activation."""
-    x0 = _wide(b_x)
-    z = x0 * ws[0]
+def _run_row(b_x, b_dy, ring, ws, b_b, cut, j: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, CUT: tl.constexpr):
+    """A row widened, with the W - 1 before it as far as they are of its sequence, and its pre-activation's gradient.
+    Bit i of `cut` is of the row i - (W - 2) from that for which j is 0."""
+    past = (_wide(b_x),)
+    z = past[0] * ws[0]
     if b_b is not None:
         z += b_b
     for k in tl.static_range(1, W):
-        z += ring[k - 1] * ws[k]
-    return x0, _grad(_wide(b_dy), z, SILU)
+        past += (_joined(ring[k - 1], cut, W - 1 + j - k, k, CUT),)
+        z += past[k] * ws[k]
+    return past, _grad(_wide(b_dy), z, SILU)
 
 
 @triton.jit
-def _run_sums(sums, g, x0, ring, W: tl.constexpr):
-    new = (sums[0] + g * x0,)
-    for k in tl.static_range(1, W):
-        new += (sums[k] + g * ring[k - 1],)
+def _run_sums(sums, g, past, W: tl.constexpr):
+    new = ()
+    for k in tl.static_range(W):
+        new += (sums[k] + g * past[k],)
     return new + (sums[W] + g,)  # noqa: RUF005  (Triton has no starred tuples)
 
 
 @triton.jit
-def _run_group(xs, dys, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D: tl.constexpr, W: tl.constexpr,
-               G: tl.constexpr, SILU: tl.constexpr, INSIDE: tl.constexpr):
-    """G rows in; the rows of dx W - 1 before each of them, r to r + G of every segment, out; returns rings and sums."""
+def _run_group(xs, dys, state, p_dx, r, t, T, m_d, ws, b_b, cuts, D: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+               SILU: tl.constexpr, INSIDE: tl.constexpr, CUT: tl.constexpr):
+    """G rows in; the rows of dx W - 1 before each of them, r to r + G of every segment, out. The state is the W - 1
+    rows before, their gradients, and the sums. Bit i of `cuts` is of row i - (W - 2)."""
+    ring, grads, sums = state
     p_dx += r * D
+    cut = None
+    if CUT:
+        cut = (cuts >> (r + (W - 1))).to(tl.int32)
     for j in tl.static_range(G):
-        x0, g = _run_grad(xs[j], dys[j], ring, ws, b_b, W, SILU)
-        sums = _run_sums(sums, g, x0, ring, W)
-        d = g * ws[W - 1]
-        for k in tl.static_range(W - 1):
-            d += grads[W - 2 - k] * ws[k]
+        past, g = _run_row(xs[j], dys[j], ring, ws, b_b, cut, j, W, SILU, CUT)
+        sums = _run_sums(sums, g, past, W)
+        d = _joined(g, cut, j, W - 1, CUT) * ws[W - 1]
+        for k in tl.static_range(1, W - 1):
+            d += _joined(grads[W - 2 - k], cut, j, k, CUT) * ws[k]
+        d += grads[W - 2] * ws[0]
         d = d.to(p_dx.dtype.element_ty)
         if INSIDE:
             tl.store(p_dx + j * D, d)
         else:
             tl.store(p_dx + j * D, d, mask=(t + (r + j) < T)[:, None] & m_d[None, :])
-        ring = _push(x0, ring, W)
+        ring = _push(past[0], ring, W)
         grads = _push(g, grads, W)
     return ring, grads, sums
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _run(before, xs, dys, p_x, p_dy, p_dx, i_t, t, T, m_d, ws, b_b, cuts, sums, D: tl.constexpr, SX: tl.constexpr,
+         SY: tl.constexpr, W: tl.constexpr, G: tl.constexpr, PAIRS: tl.constexpr, SILU: tl.constexpr,
+         INSIDE: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
+    """All rows of a CTA; returns the sums [SEG, BD], of the weights by lag, then of the bias."""
+    ring = (_wide(before[W - 2]),)
+    for k in tl.static_range(1, W - 1):
+        ring += (_wide(before[W - 2 - k]),)
+    grads = ring
+    cut = None
+    if CUT:
+        cut = cuts.to(tl.int32)
+    for j in tl.static_range(W - 1):
+        past, g = _run_row(xs[j], dys[j], ring, ws, b_b, cut, j, W, SILU, CUT)
+        if i_t == 0:
+            sums = _run_sums(sums, tl.where((t == 0)[:, None], g, 0.0), past, W)
+        ring = _push(past[0], ring, W)
+        grads = _push(g, grads, W)
+    state = (ring, grads, sums)
+    # addresses and times anew from r: carried ones would cross shared memory after the loop
+    LAST: tl.constexpr = (2 * PAIRS - 1) * G
+    if STAGES:
+        for i in tl.range(0, 2 * PAIRS - 1, num_stages=STAGES):
+            r = i * G
+            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1), t, T, m_d, SX, SY, G, INSIDE)
+            state = _run_group(xs2, dys2, state, p_dx, r, t, T, m_d, ws, b_b, cuts, D, W, G, SILU, INSIDE, CUT)
+    else:
+        xs = _tail(xs, W - 1, G)
+        dys = _tail(dys, W - 1, G)
+        for i in tl.range(0, PAIRS - 1, num_stages=1):
+            r = i * (2 * G)
+            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1 + G), t, T, m_d, SX, SY, G, INSIDE)
+            state = _run_group(xs, dys, state, p_dx, r, t, T, m_d, ws, b_b, cuts, D, W, G, SILU, INSIDE, CUT)
+            xs, dys = _load_group(p_x, p_dy, r + (W - 1 + 2 * G), t, T, m_d, SX, SY, G, INSIDE)
+            state = _run_group(xs2, dys2, state, p_dx, r + G, t, T, m_d, ws, b_b, cuts, D, W, G, SILU, INSIDE, CUT)
+    # the last rows that come in are the next segment's, or beyond the end
+    xs2, dys2 = _load_group(p_x, p_dy, LAST + W - 1, t, T, m_d, SX, SY, G, False)
+    if STAGES == 0:
+        state = _run_group(xs, dys, state, p_dx, LAST - G, t, T, m_d, ws, b_b, cuts, D, W, G, SILU, INSIDE, CUT)
+    state = _run_group(xs2, dys2, state, p_dx, LAST, t, T, m_d, ws, b_b, cuts, D, W, G, SILU, INSIDE, CUT)
+    return state[2]
+
+
+@triton.jit(do_not_specialize=["N", "T"])
 def conv_run_bwd_kernel(
     x, dy,         # [B, T, D], rows SX and SY apart, channels one after another
     dx,            # [B, T, D] contiguous
     partial,       # [CTAs of time and batch, W (+ 1 with a bias), D] fp32: sums by weight column, then the bias
     weight,        # [D, W]
     bias,          # [D] or None
-    T, sx_n, sy_n,
+    cu_seqlens,    # [N + 1] or None
+    N, T, sx_n, sy_n,
     D: tl.constexpr, SX: tl.constexpr, SY: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, SEG: tl.constexpr,
     G: tl.constexpr, PAIRS: tl.constexpr, SILU: tl.constexpr, FULL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, N2: tl.constexpr,
 ):
-    """One CTA: SEG segments of L = 2 G PAIRS rows of one batch row, BD channels; FULL: all rows of it exist.
+    """One CTA: SEG segments of L = 2 G PAIRS rows of one batch row, BD channels; FULL: all rows of it exist. N2: 0 if
+    dense, else a power of two, N at least.
 
     dx trails the newest row by W - 1, so that a segment takes in the W - 1 rows after it. Their gradients enter its
     sums, in place of those of its own first W - 1 rows, which only the first of all has to add. The distances of rows
@@ -239,6 +312,10 @@ def conv_run_bwd_kernel(
     p_dy = dy + i_b * sy_n + i_t.to(tl.int64) * SY + (o_r * SY)[:, None] + o_d[None, :]
     p_dx = dx + (i_b * T + i_t) * D + (o_r * D)[:, None] + o_d[None, :]
     b_w = _weights(weight, o_d, m_d, W)   # before x: they are there first, and are turned while x comes
+    if cu_seqlens is not None:
+        o_n = tl.arange(0, N2)
+        bos = tl.load(cu_seqlens + o_n, mask=o_n < N, other=0)
+        eos = tl.load(cu_seqlens + o_n + 1, mask=o_n < N, other=0)
     before = _load_rows(p_x - (W - 1) * SX, t - (W - 1), T, m_d, SX, W - 1, False)
     FIRST: tl.constexpr = W - 1 if STAGES else W - 1 + G
     xs = _load_rows(p_x, t, T, m_d, SX, FIRST, INSIDE)
@@ -250,41 +327,17 @@ def conv_run_bwd_kernel(
     sums = ()
     for _k in tl.static_range(W + 1):
         sums += (tl.zeros([SEG, BD], tl.float32),)
-    ring = (_wide(before[W - 2]),)
-    for k in tl.static_range(1, W - 1):
-        ring += (_wide(before[W - 2 - k]),)
-    grads = ring
-    for j in tl.static_range(W - 1):
-        x0, g = _run_grad(xs[j], dys[j], ring, ws, b_b, W, SILU)
-        if i_t == 0:
-            sums = _run_sums(sums, tl.where((t == 0)[:, None], g, 0.0), x0, ring, W)
-        ring = _push(x0, ring, W)
-        grads = _push(g, grads, W)
-    # addresses and times anew from r: carried ones would cross shared memory after the loop
-    LAST: tl.constexpr = (2 * PAIRS - 1) * G
-    if STAGES:
-        for i in tl.range(0, 2 * PAIRS - 1, num_stages=STAGES):
-            r = i * G
-            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1), t, T, m_d, SX, SY, G, INSIDE)
-            ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D, W, G, SILU,
-                                           INSIDE)
+    if cu_seqlens is None:
+        sums = _run(before, xs, dys, p_x, p_dy, p_dx, i_t, t, T, m_d, ws, b_b, None, sums, D, SX, SY, W, G, PAIRS, SILU,
+                    INSIDE, STAGES, False)
     else:
-        xs = _tail(xs, W - 1, G)
-        dys = _tail(dys, W - 1, G)
-        for i in tl.range(0, PAIRS - 1, num_stages=1):
-            r = i * (2 * G)
-            xs2, dys2 = _load_group(p_x, p_dy, r + (W - 1 + G), t, T, m_d, SX, SY, G, INSIDE)
-            ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx, r, t, T, m_d, ws, b_b, D, W, G, SILU,
-                                           INSIDE)
-            xs, dys = _load_group(p_x, p_dy, r + (W - 1 + 2 * G), t, T, m_d, SX, SY, G, INSIDE)
-            ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, r + G, t, T, m_d, ws, b_b, D, W, G, SILU,
-                                           INSIDE)
-    # the last rows that come in are the next segment's, or beyond the end
-    xs2, dys2 = _load_group(p_x, p_dy, LAST + W - 1, t, T, m_d, SX, SY, G, False)
-    if STAGES == 0:
-        ring, grads, sums = _run_group(xs, dys, ring, grads, sums, p_dx, LAST - G, t, T, m_d, ws, b_b, D, W, G, SILU,
-                                       INSIDE)
-    ring, grads, sums = _run_group(xs2, dys2, ring, grads, sums, p_dx, LAST, t, T, m_d, ws, b_b, D, W, G, SILU, INSIDE)
+        cuts = _cuts(bos, eos, t - (W - 2), L + 2 * W - 3)
+        if tl.max((cuts != 0).to(tl.int32), 0) != 0:
+            sums = _run(before, xs, dys, p_x, p_dy, p_dx, i_t, t, T, m_d, ws, b_b, cuts[:, None], sums, D, SX, SY, W, G,
+                        PAIRS, SILU, INSIDE, STAGES, True)
+        else:
+            sums = _run(before, xs, dys, p_x, p_dy, p_dx, i_t, t, T, m_d, ws, b_b, None, sums, D, SX, SY, W, G, PAIRS,
+                        SILU, INSIDE, STAGES, False)
     HEIGHT: tl.constexpr = W if bias is None else W + 1
     p = partial + (i_b * tl.num_programs(1) + tl.program_id(1)) * HEIGHT * D + o_d
     _write_sums(sums, p, D, m_d, W, bias is not None, SILU)
@@ -300,23 +353,6 @@ def _tail(rows, first: tl.constexpr, N: tl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------------- packed rows
-@triton.jit
-def _cuts(bos, eos, row, LENGTH: tl.constexpr):
-    """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos)
-    starts at row + i. An empty one starts nowhere, so that no bit is added twice."""
-    i = bos.to(tl.int32)[None, :] - row[:, None]
-    hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
-    return tl.sum(tl.where(hit, 1 << (i & 31), 0), 1)
-
-
-@triton.jit
-def _joined(b, cut, first: tl.constexpr, k: tl.constexpr, CUT: tl.constexpr):
-    """b where none of the k rows that start at bit `first` of `cut` starts a sequence, else 0."""
-    if CUT:
-        b = tl.where((cut & (((1 << k) - 1) << first)) == 0, b, 0.0)
-    return b
-
-
 @triton.jit
 def _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut, sums, W: tl.constexpr, R: tl.constexpr, SILU: tl.constexpr,
                CUT: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr):
@@ -395,7 +431,7 @@ def conv_tile_bwd_kernel(
     sums = ()
     for _k in tl.static_range(W + 1):
         sums += (tl.zeros([SEG, BD], tl.float32),)
-    cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3)
+    cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3).to(tl.int32)
     if tl.max(cut, 0) != 0:
         sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut[:, None], sums, W, R, SILU, True, EVEN, FULL)
     else:
@@ -547,8 +583,8 @@ def supports(p) -> tuple[bool, str]:
 
 
 def _bounds(p) -> int:
-    """Sequences that a tile is compiled for: two kinds, as packed batches rarely have as many as the one before."""
-    return 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
+    """Sequences that a kernel is compiled for: two kinds, as packed batches rarely have as many as the one before."""
+    return 0 if not p.varlen else 64 if p.N <= 64 else triton.next_power_of_2(CUTS)
 
 
 def turned(x) -> bool:
@@ -567,11 +603,12 @@ def bwd(*, x, weight, bias, h0, dy, dht, p, cu_seqlens):
     """-> dx [B,T,D] contiguous in x's dtype; dw, db, dh0 in their inputs' dtypes or None; dresidual is dy itself."""
     if not x.numel() or h0 is not None or dht is not None:
         return strip_bwd(x=x, weight=weight, bias=bias, h0=h0, dy=dy, dht=dht, p=p, cu_seqlens=cu_seqlens)
-    packed, rows_lie = cu_seqlens is not None, x.stride(2) == 1 and dy.stride(2) == 1
-    if rows_lie and packed and p.N <= CUTS and _fits(x, dy, WARPS * ROWS):
-        run = _tiles
-    elif rows_lie and not packed and DENSE == "runs" and _fits(x, dy, _run_rows()):
+    packed = cu_seqlens is not None
+    rows_lie = x.stride(2) == 1 and dy.stride(2) == 1 and not (packed and p.N > CUTS)
+    if rows_lie and (PACKED if packed else DENSE) == "runs" and _fits(x, dy, _run_rows(packed)):
         run = _runs
+    elif rows_lie and packed and PACKED == "tiles" and _fits(x, dy, WARPS * ROWS):
+        run = _tiles
     elif turned(x) and not packed and _fits(x, dy, TURNED[1]):
         run = _turned
     else:
@@ -615,24 +652,25 @@ def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
     return partial
 
 
-def _run_rows() -> int:
+def _run_rows(packed: bool) -> int:
     """Rows of a CTA of runs."""
-    segments, _, group, pairs = RUN
+    segments, _, group, pairs = PACKED_RUN if packed else RUN
     return segments * 2 * group * pairs
 
 
 def _runs(x, dy, dx, weight, bias, p, cu_seqlens):
-    """Writes dx of dense rows whose channels are of unit stride; returns `_partial`."""
+    """Writes dx where channels are of unit stride; returns `_partial`."""
     B, T, D = x.shape
-    segments, beside, group, pairs = RUN
-    BD, BT = min(32 * beside * BYTES // x.element_size(), triton.next_power_of_2(D)), _run_rows()
+    segments, beside, group, pairs = PACKED_RUN if p.varlen else RUN
+    BD, BT = min(32 * beside * BYTES // x.element_size(), triton.next_power_of_2(D)), _run_rows(p.varlen)
     NT = triton.cdiv(T, BT)
     partial = _partial(x, B * NT, weight.shape[1], bias)
     launch(
-        conv_run_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias,
+        conv_run_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N,
         T, x.stride(0), dy.stride(0),
         D=D, SX=x.stride(1), SY=dy.stride(1), W=weight.shape[1], BD=BD, SEG=segments, G=group, PAIRS=pairs,
-        SILU=p.activation == "silu", FULL=T % BT == 0, STAGES=STAGES, num_warps=segments * beside, maxnreg=RUN_REGS,
+        SILU=p.activation == "silu", FULL=T % BT == 0, STAGES=STAGES, N2=_bounds(p), num_warps=segments * beside,
+        maxnreg=RUN_REGS,
     )
     return partial
 
@@ -648,7 +686,7 @@ def _turned(x, dy, dx, weight, bias, p, cu_seqlens):
         T, D, x.stride(0), x.stride(2), *dy.stride(),
         W=weight.shape[1], BD=BD, BT=BT, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
         DY_UNIT=dy.stride(2) == 1, num_warps=warps,
-        maxnreg=TURNED_REGS if x.element_size() == 2 and T % 16 == 0 else WIDE_REGS,
+        maxnreg=TURNED_REGS if x.element_size() == 2 and T % 16 == 0 else None,
     )
     return partial
 
@@ -673,15 +711,28 @@ SPANS = {"bwd": bwd}
 _TYPES = {"x": "*bf16", "dy": "*bf16", "dx": "*bf16", "partial": "*fp32", "weight": "*fp32"}
 _TYPES |= dict.fromkeys(("D", "sx_n", "sy_n", "sy_t"), "i32:16")
 _FIXED = {"bias": None, "W": 4, "SILU": True, "FULL": True}
-_RUN = {"D": 2048, "SX": 2048, "SY": 2048, "BD": 16 * BYTES * RUN[1], "SEG": RUN[0], "G": RUN[2], "PAIRS": RUN[3]}
-_RUN |= {"STAGES": STAGES}
-_DENSE = {n: t for n, t in _TYPES.items() if n not in ("D", "sy_t")}
+_RUN = _FIXED | {"D": 2048, "SX": 2048, "SY": 2048, "STAGES": STAGES}
+_ROWS = {n: t for n, t in _TYPES.items() if n not in ("D", "sy_t")} | {"N": "i32", "T": "i32"}
+_CU = {"cu_seqlens": "*i64"}
+
+
+def _run_shape(segments: int, beside: int, group: int, pairs: int) -> dict:
+    return {"BD": 16 * BYTES * beside, "SEG": segments, "G": group, "PAIRS": pairs}
+
+
 COMPILE = [
     (
-        conv_tile_bwd_kernel, _TYPES | {"sx_t": "i32:16", "N": "i32", "T": "i32", "cu_seqlens": "*i64"},
+        conv_run_bwd_kernel, _ROWS, _RUN | _run_shape(*RUN) | {"cu_seqlens": None, "N2": 0}, RUN[0] * RUN[1], 3,
+        {"maxnreg": RUN_REGS},
+    ),
+    (
+        conv_run_bwd_kernel, _ROWS | _CU, _RUN | _run_shape(*PACKED_RUN) | {"N2": 64}, PACKED_RUN[0] * PACKED_RUN[1], 3,
+        {"maxnreg": RUN_REGS},
+    ),
+    (
+        conv_tile_bwd_kernel, _TYPES | _CU | {"sx_t": "i32:16", "N": "i32", "T": "i32"},
         _FIXED | {"EVEN": True, "BD": 16 * BYTES, "R": ROWS, "SEG": WARPS, "N2": 64}, WARPS, 3, {"maxnreg": REGS},
     ),
-    (conv_run_bwd_kernel, _DENSE | {"T": "i32"}, _FIXED | _RUN, RUN[0] * RUN[1], 3, {"maxnreg": RUN_REGS}),
     (
         conv_turned_bwd_kernel, _TYPES | {"T": "i32:16", "sx_d": "i32:16"},
         _FIXED | {"EVEN": True, "sy_d": 1, "BD": TURNED[0], "BT": TURNED[1], "DY_UNIT": True}, TURNED[2], 3,

@@ -75,9 +75,18 @@ def test_short_and_ragged_rows(alone, T):
 @pytest.mark.parametrize("cu", [[0, 8, 9, 11, 16, 29], [0, *range(30)]])
 def test_tiles_of_packed_rows_join(alone, cu, constants, monkeypatch):
     """Any tile gives the same result; sequences may start at any row of a segment, or at each."""
+    monkeypatch.setattr(alone, "PACKED", "tiles")
     for name, value in constants.items():
         monkeypatch.setattr(alone, name, value)
     check(alone, rows(1, 29, 96, 4, cu=cu, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("cu", [[0, 8, 9, 11, 16, 29], [0, 29], [0, *range(30)]])
+@pytest.mark.parametrize("run", [(2, 1, 4, 1), (1, 2, 4, 2), (2, 1, 8, 1)], ids=str)
+def test_packed_runs_join(alone, run, cu, monkeypatch):
+    monkeypatch.setattr(alone, "PACKED_RUN", run)
+    for W, dtype in ((4, torch.float32), (3, torch.float16), (2, torch.bfloat16)):
+        check(alone, rows(1, cu[-1], 72, W, cu=cu, dtype=dtype))
 
 
 @pytest.mark.parametrize("stages", [0, 3])
@@ -162,14 +171,17 @@ def test_same_inputs_same_bits(alone):
 def test_hopper_build(idea):
     """CTAs a multiprocessor as the text counts on; rows move 8 bytes a thread, turned x, dy and dx 16; hardly anything
     spills."""
-    packed, dense, turned = interpreter.compile_many(idea.COMPILE)
-    assert packed.spills <= 24
-    assert packed.regs * 32 * idea.WARPS * 2 <= 65536
+    dense, packed, tiles, turned = interpreter.compile_many(idea.COMPILE)
+    assert tiles.spills <= 24
+    assert tiles.regs * 32 * idea.WARPS * 2 <= 65536
     assert dense.spills == turned.spills == 0
+    assert packed.spills <= 32
+    assert packed.regs * 32 * idea.PACKED_RUN[0] * idea.PACKED_RUN[1] * 4 <= 65536
     assert dense.regs * 32 * idea.RUN[0] * idea.RUN[1] * 4 <= 65536
     assert turned.regs * 32 * idea.TURNED[2] * 4 <= 65536
-    assert "STG.E.64" in packed.sass
+    assert "STG.E.64" in tiles.sass
     assert dense.sass.count("STG.E.64") >= 16
+    assert packed.sass.count("STG.E.64") >= 32
     assert turned.sass.count("LDG.E.128") >= 4
     assert turned.sass.count("STG.E.128") == 4
-    assert "U16" not in packed.sass + dense.sass + turned.sass
+    assert "U16" not in packed.sass + dense.sass + tiles.sass + turned.sass
