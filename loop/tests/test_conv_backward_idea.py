@@ -19,9 +19,11 @@ def idea():
 
 @pytest.fixture
 def alone(idea, monkeypatch):
-    """The idea without the kernels that it falls back on."""
+    """The idea without the kernels that it falls back on, and with runs that the interpreter is quick with."""
     monkeypatch.setattr(idea, "strip_bwd", never)
     monkeypatch.setattr(idea, "_strips", never)
+    monkeypatch.setattr(idea, "RUN", (2, 1, 4, 2))
+    monkeypatch.setattr(idea, "PACKED_RUN", (2, 1, 4, 2))
     return idea
 
 
