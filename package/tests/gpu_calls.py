@@ -70,11 +70,14 @@ def need_kernels(family):
 
 def triton_names(family):
     """Names of all Triton kernels in the promoted modules of a family."""
+    modules = [module for _, module, _ in promoted.modules(f"kernel_fun.{family}") if module is not None]
+    return set().union(*map(jitted, modules))
+
+
+def jitted(module):
     from triton.runtime.jit import JITFunction
 
-    modules = [module for _, module, _ in promoted.modules(f"kernel_fun.{family}") if module is not None]
-    functions = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
-    return {f.fn.__name__ for f in functions}
+    return {f.fn.__name__ for f in vars(module).values() if isinstance(f, JITFunction)}
 
 
 def ours_among(names, family="kda"):
@@ -87,8 +90,8 @@ def ours_among(names, family="kda"):
 
 def of_module(names, module):
     """Those of the `names` of device kernels that the promoted kernel in `module` can have launched."""
-    in_cute = promoted._in_cute(module.__name__)
-    return {name for name in names if hasattr(module, name) or (in_cute and name.startswith("kernel_cutlass"))}
+    in_cute, mine = promoted._in_cute(module.__name__), jitted(module)
+    return {name for name in names if name in mine or (in_cute and name.startswith("kernel_cutlass"))}
 
 
 def flas_kernels():
