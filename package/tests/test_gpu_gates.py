@@ -34,7 +34,7 @@ def drawn(dtype, K, T, keys="random", device="cuda", B=2, HV=2):
     if keys == "basis":
         q = k = torch.eye(K)[:T, None].expand(B, T, HV, K)
     tensors = {"q": q.to(dtype), "k": k.to(dtype), "v": draw(B, T, HV, 128).to(dtype),
-               "beta": 2 * draw(B, T, HV).sigmoid()}
+               "beta": draw(B, T, HV).sigmoid()}
     return {name: t.contiguous().to(device) for name, t in tensors.items()}
 
 
@@ -50,14 +50,18 @@ def results(operator, tensors, state=True):
     return {name: t.detach() for name, t in found.items()} | dict(zip(leaves, grads, strict=True))
 
 
-def too_far(got, want):
-    """What misses its budget; where the reference is nothing, what is something."""
-    found = {}
+def too_far(got, want, tensors):
+    """What misses its budget; where the reference is nothing, what is something. Of fla's stages, which serve all but
+    bf16 of K=128 in part, no gradient of a gate is asked that is below the rounding of what it is the difference of.
+    """
+    found, q = {}, tensors["q"]
     for name, t in want.items():
-        nothing = t.square().mean().sqrt() < NONE
-        error = float(got[name].double().square().mean().sqrt()) / NONE if nothing else rms(got[name], t) / BUDGET[name]
-        if not error <= 1:
-            found[name] = error
+        apart, size = (got[name].double() - t.double()).square().mean().sqrt(), t.double().square().mean().sqrt()
+        allowed = BUDGET[name] * size if size >= NONE else NONE
+        if name == "g" and (q.dtype, q.shape[-1]) != (BF16, 128):
+            allowed = max(allowed, 2.0**-20 * (q.double() * want["q"].double()).square().mean().sqrt())
+        if not apart <= allowed:
+            found[name] = float(apart / allowed)
     return found
 
 
@@ -71,7 +75,7 @@ def test_constant_gates(gate, dtype, K):
     state = torch.randn(2, 2, K, 128, generator=torch.Generator().manual_seed(2))
     tensors |= {"g": g.cuda(), "initial_state": state.cuda()}
     assert ours.is_supported(**tensors, output_final_state=True)[0]
-    assert too_far(results(ours.chunk_kda, tensors), results(recurrence, tensors)) == {}
+    assert too_far(results(ours.chunk_kda, tensors), results(recurrence, tensors), tensors) == {}
 
 
 @pytest.mark.parametrize("keys", ["random", "equal", "basis"])
@@ -87,7 +91,7 @@ def test_gradients_of_gates_that_cancel(keys, dtype, K):
     got = results(ours.chunk_kda, tensors, state=False)
     terms = (tensors["q"].double() * got["q"].double()).abs().max()
     zero = got["g"] if keys == "basis" else got["g"][:, 0]
-    assert zero.abs().max() <= 1e-4 * terms
+    assert zero.abs().max() <= (1e-5 if (dtype, K) == (BF16, 128) else 1e-4) * terms
     want = results(recurrence, tensors, state=False)
     exact = want["g"] if keys == "basis" else want["g"][:, 0]
     assert exact.abs().max() <= 1e-12 * terms
