@@ -26,6 +26,7 @@ _PROD = Dist(keys="rand", beta_max=2.0)
 _STRONG = Dist(keys="rand", beta_max=2.0, strength=16.0)
 _TRAIN = {"gate": "softplus", "g_dtype": "bf16", "l2norm": True}
 _STATE = {"h0": True, "ht": True}
+_RAW = Dist("randn", raw=(20.0, 60.0, 200.0))
 
 
 def _tiny(name, why, tags="tiny full", **kw) -> KdaCase:
@@ -40,6 +41,7 @@ def _gpu(name, why, tags="gpu full", **kw) -> KdaCase:
 _PROD8192 = {"B": 16, "T": 8192, "H": 16, "V": 256, "dist": _PROD}
 _KIMI8192 = {"B": 4, "T": 8192, "H": 32, "beta_dtype": "bf16"}
 _LENGTHS = (1300, 547, 2048, 963, 271, 3063)
+_SHORT = (0, 1, 130, 64, 1, 0, 0, 700, 33, 128, 1, 0)
 
 KDA = (
     _tiny("tiny", "two rows of two chunks, precomputed gate", "tiny smoke full", B=2),
@@ -64,6 +66,8 @@ KDA = (
     _tiny("tiny_persist", "nothing decays: rounding of a carried state adds up", "tiny full", T=1024,
           dist=Dist("randn", 0.04, strength=2e-5), **_STATE),
     _tiny("tiny_fp16", "fp16 tensors", dtype="fp16", dist=Dist(), **{**_TRAIN, "g_dtype": "fp16"}),
+    _tiny("tiny_raw", "raw gates of up to 200 at both ends of A_log", H=2, dist=_RAW, **_TRAIN),
+    _tiny("tiny_raw_safe", "the same where the gate is bounded", H=2, dist=_RAW, **{**_TRAIN, "gate": "safe"}),
     _gpu("prod8192_gate", "the training call: softplus gate and norm in the kernel, fp32 beta up to 2",
          "gpu primary full", **_PROD8192, **_TRAIN),
     _gpu("prod8192", "the same with the gate computed before", "gpu primary full", **_PROD8192),
@@ -89,6 +93,23 @@ KDA = (
     _gpu("long131k", "more than 2^30 elements a tensor, and a last chunk of two rows", T=131138, H=64,
          beta_dtype="bf16", **_TRAIN),
     _gpu("fp16", "fp16 tensors", B=2, T=4096, H=16, dtype="fp16", **{**_TRAIN, "g_dtype": "fp16"}),
+    _gpu("raw_large", "raw gates of up to 200 at both ends of A_log", T=2048, H=16, dist=_RAW, **_TRAIN),
+    _gpu("raw_large_safe", "the same where the gate is bounded", T=2048, H=16, dist=_RAW, **{**_TRAIN, "gate": "safe"}),
+    _gpu("k64", "the narrowest heads", B=2, T=1024, H=16, **{**_TRAIN, "K": 64, "V": 64}),
+    _gpu("k64_fp16", "the narrowest heads in fp16, with states", B=2, T=1000, H=16, dtype="fp16", **_STATE,
+         **{**_TRAIN, "K": 64, "V": 64, "g_dtype": "fp16"}),
+    _gpu("v512", "the widest values", T=2048, H=16, V=512, **_TRAIN),
+    _gpu("neg", "negative eigenvalues: beta = 2 sigmoid in the kernel", T=2048, H=16, beta_sigmoid=True,
+         neg_eigval=True, beta_dtype="bf16", **_TRAIN),
+    _gpu("packed_short", "packed with states: empty sequences, one token, chunks and a bit", T=sum(_SHORT), H=16,
+         lengths=_SHORT, **_STATE, **_TRAIN),
+    # gates strong enough for a bf16 state to keep its digits, and weak enough for the triangle's powers not to
+    _gpu("equal_keys", "one key again and again, beta near 1", T=1024, H=16, dist=Dist("equal", 1.0, strength=0.5),
+         **_STATE),
+    _gpu("equal_keys_beta2", "the same with beta near 2", T=1024, H=16, dist=Dist("equal", 2.0, strength=1.3),
+         **_STATE),
+    _gpu("equal_keys_fp16", "the same with weaker gates, in fp16", T=1024, H=16, dtype="fp16",
+         dist=Dist("equal", 2.0, strength=0.1), **_STATE),
 )  # fmt: skip
 
 

@@ -11,13 +11,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOWER_BOUND = -5.0  # of the safe gate, as fla's tests and layers use it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dist:
     """How a KDA case draws its values; `loop.inputs` holds the formulas.
 
-    keys: "rand" draws q, k, v from U(0,1) (keys correlate: the hard case for the inverse), "randn" from N(0,1).
+    keys: "rand" draws q, k, v from U(0,1) (keys correlate: the hard case for the inverse), "randn" from N(0,1);
+    "equal" is "randn" with one key for all tokens of a row and head, and beta within 2 % of beta_max.
     beta_max: beta = beta_max * sigmoid(randn) when the kernel is given beta itself.
     strength: multiplies the log decay. mask: share of gate entries set to mask_value ("log" gates only).
+    raw: sizes, with either sign, of a quarter of the raw gates; A_log is then log U(15,16) and -log U(15,16) by turns.
     """
 
     keys: str = "randn"
@@ -25,6 +27,12 @@ class Dist:
     strength: float = 1.0
     mask: float = 0.0
     mask_value: float = -1000.0
+    raw: tuple[float, ...] = ()
+
+    def __repr__(self):
+        """A case's sha is of this text: what was added later is named only where it says something."""
+        named = [f.name for f in fields(self) if f.name != "raw" or self.raw]
+        return f"Dist({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 kda, by the case's `dist`: q, k, v from U(0,1) or N(0,1), q and k of unit length unless the kernel normalises; for
 "log" gates g = logsigmoid(N) times the strength with a share masked, else g = N raw with A_log = log(strength *
 U(1,16)) and dt_bias = N/2; beta = beta_max * sigmoid(N), or N where the kernel applies the sigmoid; states and all
-incoming gradients N. cconv: x N, weight U(+-1/sqrt(W)), the rest N."""
+incoming gradients N. `Dist` says what its "equal" keys and `raw` gates change. cconv: x N, weight U(+-1/sqrt(W)), the
+rest N."""
 
 import numpy as np
 import torch
@@ -91,6 +92,8 @@ def _kda(c: KdaCase, draw) -> dict:
     q, k = (positive(c.B, c.T, c.H, c.K, dtype=dtype) for _ in range(2))
     if not c.l2norm:
         q, k = (F.normalize(x.float(), dim=-1).to(dtype) for x in (q, k))
+    if c.dist.keys == "equal":
+        k = k[:, :1].expand_as(k).contiguous()
     v = positive(c.B, c.T, HV, c.V, dtype=dtype)
     A_log = dt_bias = None
     if c.gate == "log":
@@ -102,8 +105,13 @@ def _kda(c: KdaCase, draw) -> dict:
         g = draw.randn(c.B, c.T, HV, c.K, dtype=DTYPES[c.g_dtype])
         A_log = draw.rand(HV).mul(15).add(1).mul(c.dist.strength).log()
         dt_bias = draw.randn(HV * c.K).mul(0.5)
+        if c.dist.raw:
+            g, A_log = _large(g, draw, c.dist.raw), draw.rand(HV).add(15).log()
+            A_log[1::2] *= -1
     beta = draw.randn(c.B, c.T, HV)
-    if not c.beta_sigmoid:
+    if c.dist.keys == "equal":
+        beta = c.dist.beta_max * (1 - 0.02 * draw.rand(c.B, c.T, HV))
+    elif not c.beta_sigmoid:
         beta = c.dist.beta_max * beta.sigmoid()
     return {
         "q": q, "k": k, "v": v, "g": g, "beta": beta.to(DTYPES[c.beta_dtype]), "A_log": A_log, "dt_bias": dt_bias,
@@ -111,6 +119,13 @@ def _kda(c: KdaCase, draw) -> dict:
         "do": draw.randn(c.B, c.T, HV, c.V, dtype=dtype),
         "dht": draw.randn(c.N, HV, c.K, c.V) if c.ht else None,
     }  # fmt: skip
+
+
+def _large(g, draw, sizes):
+    """A quarter of the raw gates at one of `sizes`, with the sign they had."""
+    at = draw.rand(*g.shape)
+    size = torch.tensor(sizes, device=g.device)[(draw.rand(*g.shape) * len(sizes)).long().clamp_max(len(sizes) - 1)]
+    return torch.where(at < 0.25, g.sign() * size.to(g.dtype), g)
 
 
 def _cconv(c: ConvCase, draw) -> dict:

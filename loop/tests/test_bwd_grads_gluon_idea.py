@@ -2,13 +2,16 @@
 products; its key side is 009's and is tested in the whole chain on a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernel_fun.kda import reference
 from loop import interpreter, registry
-from loop.tests import gluon_as_torch
+from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_wy_idea import stage_inputs
 
 pytest.importorskip("cutlass", reason="the idea's key side needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
@@ -118,6 +121,28 @@ def test_refuses_what_a_descriptor_cannot_address():
     assert idea.supports(replace(p, T=2**31)) == (False, f"needs token and state rows below 2^31, got {2**31}")
     assert not idea.supports(replace(p, NT=2**24))[0]
     assert idea.supports(replace(p, NT=0)) == (False, "needs a token, got none")
+
+
+@pytest.mark.parametrize("gate", ["softplus", "safe"])
+@pytest.mark.parametrize("rate", [16.0, 1 / 16])
+def test_the_gates_gradient_of_large_raw_gates(gate, rate):
+    """A thread's part of the key side, with the instructions in numpy."""
+    idea, number = cute_cpu.load(registry.find("011").kernel), np.float32
+    idea.Float32, idea.Int32 = number, lambda x: np.asarray(x, np.int32)
+    idea.ptx = SimpleNamespace(
+        ex2=np.exp2, lg2=np.log2, rcp=lambda x: number(1) / x, pick=lambda c, a, b: np.where(c != 0, a, b),
+        decay_exponent=lambda x: -np.abs(x) * number(1.4426950408889634),
+    )  # fmt: skip
+    x = torch.tensor([20.0, 60, 200, -20, -60, -200, 0.5, -3], dtype=torch.float64)
+    x, dy = x.requires_grad_(), torch.tensor([1.0, -2, 3, -4, 5, -6, 7, -8], dtype=torch.float64)
+    A_log = torch.tensor(rate, dtype=torch.float64).log().requires_grad_()
+    y = -A_log.exp() * F.softplus(x, threshold=1e3) if gate == "softplus" else -5 * torch.sigmoid(A_log.exp() * x)
+    want, want_A = torch.autograd.grad(y, (x, A_log), dy)
+    given = [t.detach().numpy().astype(number) for t in (x, dy)]
+    with np.errstate(over="ignore"):
+        got, got_A = idea._gate_bwd(SimpleNamespace(gate=gate), *given, number(rate), number(-5))
+    assert torch.allclose(torch.tensor(np.array(got)).double(), want, rtol=1e-3, atol=1e-6)  # of 1 - sigmoid
+    assert float(got_A) == pytest.approx(float(want_A), rel=1e-3)
 
 
 def tile(rows, columns=64, dtype="bf16", bits=16):

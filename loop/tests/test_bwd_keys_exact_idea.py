@@ -58,6 +58,8 @@ SMALL = PARENTS | {
 @pytest.mark.parametrize("name", SMALL)
 def test_every_gradient_is_within_its_budget(name, monkeypatch):
     """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
+    if name == "raw_safe":
+        cute_cpu.far_out(monkeypatch)
     idea, keys = registry.load("019"), Both()
     values, _ = value_side()
     for attr, fake in {

@@ -34,6 +34,8 @@ def emulated(monkeypatch, source=PATH):
 @pytest.mark.parametrize("name", SMALL)
 def test_every_gradient_is_within_its_budget(name, monkeypatch):
     """The emulation raises on overflow and on NaNs, so that neither can hide in a row nobody stores."""
+    if name == "raw_safe":
+        cute_cpu.far_out(monkeypatch)
     found = spans.check_spans(emulated(monkeypatch), SMALL[name])
     assert {e.tensor for e in found} >= {"dq", "dk", "dv", "dg", "dbeta"}
     assert [str(e) for e in found if not e.ok] == []

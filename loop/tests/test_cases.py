@@ -1,5 +1,6 @@
 """Cases: ids, problems, tags, errors; and inputs: seeds, distributions, layouts, the way gradients are taken."""
 
+import dataclasses
 import math
 
 import pytest
@@ -56,6 +57,18 @@ def test_identities_are_unique_and_ignore_the_words():
     case = cases.get("kda", "tiny")
     assert cases.KdaCase(**{**_fields(case), "why": "other words"}).sha == case.sha
     assert cases.KdaCase(**{**_fields(case), "T": 256}).sha != case.sha
+
+
+@pytest.mark.parametrize(("name", "sha"), [
+    ("tiny", "4e72ff01af57c210"), ("tiny_mask", "b36939de29d2577d"), ("tiny_reset", "76dd1e6ce8abffa1"),
+    ("prod8192_gate", "4288d232a629a9c0"), ("kimi8192_softplus", "1f1fee8f2cd9ff2e"),
+    ("strong_mask", "ae0c6979d23708e5"),
+])
+def test_what_draws_learn_later_leaves_older_identities_alone(name, sha):
+    """Rows that were measured long ago name them."""
+    assert cases.get("kda", name).sha == sha
+    assert "raw" not in repr(cases.get("kda", name).dist)
+    assert "raw=(20.0, 60.0, 200.0)" in repr(cases.get("kda", "tiny_raw").dist)
 
 
 def _fields(case):
@@ -124,6 +137,24 @@ def test_masks_and_strengths():
     assert 12 < strong / mild < 20
     logits = inputs.make(cases.get("kda", "tiny_safe"), 0)["beta"]
     assert logits.min() < 0, "beta is raw where the kernel applies the sigmoid"
+
+
+def test_raw_gates_reach_both_ends():
+    x = inputs.make(cases.get("kda", "tiny_raw"), 0)
+    assert x["A_log"].tolist() == pytest.approx([math.log(15.5), -math.log(15.5)], abs=0.04)
+    large = x["g"][x["g"].abs() > 10].float()
+    assert set(large.tolist()) == {-200, -60, -20, 20, 60, 200}
+    assert 0.2 < large.numel() / x["g"].numel() < 0.3
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("equal_keys", 0.98, 1.0), ("equal_keys_beta2", 1.96, 2.0)])
+def test_equal_keys_are_one_and_beta_is_near_its_most(name, least, most):
+    case = dataclasses.replace(cases.get("kda", name), T=70)
+    x = inputs.make(case, 0)
+    assert torch.equal(x["k"], x["k"][:, :1].expand_as(x["k"]))
+    assert x["k"].is_contiguous()
+    assert not torch.equal(x["q"][:, 0], x["q"][:, 1])
+    assert least <= x["beta"].min() <= x["beta"].max() <= most
 
 
 def test_layouts_of_x_are_what_their_names_say():

@@ -42,6 +42,8 @@ CASES = {
     "fp16": SHAPE | RAW | {"dtype": torch.float16, "V": 128},
     "fp16_masked": SHAPE | {"dtype": torch.float16, "values": "masks"},
     "one_token": SHAPE | RAW | {"T": 1},
+    "large_raw_gates": SHAPE | RAW | {"HV": 2, "values": "raw"},
+    "large_raw_safe_gates": SHAPE | SAFE | {"HV": 2, "values": "raw", "g_dtype": torch.float32},
 }
 
 

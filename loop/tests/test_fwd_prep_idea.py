@@ -41,6 +41,10 @@ def inputs(p, seed=0, keys="randn", gate=None):
     if not p.beta_sigmoid:
         beta = beta.sigmoid()
     A_log = torch.rand(p.HV, generator=gen).mul(15).add(1).log() if p.has_A_log else None
+    if gate == "raw":  # a quarter of the raw gates far out, and by turns A = 16 and 1/16
+        size = torch.tensor([20.0, 60.0, 200.0])[torch.randint(3, g.shape, generator=gen)]
+        g = torch.where(torch.rand(g.shape, generator=gen) < 0.25, g.sign() * size, g)
+        A_log = math.log(16) * (1 - 2 * (torch.arange(p.HV) % 2.0)) if p.has_A_log else None
     bias = 0.5 * rnd(p.HV * p.K) if p.has_dt_bias else None
     return {
         "q_raw": q.to(p.dtype), "k_raw": k.to(p.dtype), "g_raw": g.to(p.g_dtype), "beta_raw": beta.to(p.beta_dtype),
@@ -134,6 +138,13 @@ def test_packed():
 def test_safe_gate(A):
     p = problem(T=40, gate="safe", lower_bound=-5.0, safe_gate=True, has_A_log=A, has_dt_bias=A, l2norm=True)
     check(p, inputs(p, seed=3))
+
+
+@pytest.mark.parametrize("gate", ["softplus", "safe"])
+def test_large_raw_gates(gate):
+    bounds = {"lower_bound": -5.0, "safe_gate": True} if gate == "safe" else {}
+    p = problem(HV=2, **RAW | {"gate": gate} | bounds)
+    check(p, inputs(p, seed=7, gate="raw"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -34,6 +34,8 @@ CASES = {
     "strong": SHAPE | {"values": "strong", "g_dtype": torch.bfloat16},
     "masked": SHAPE | {"values": "masks", "T": 128},
     "one_token": SHAPE | RAW | {"T": 1},
+    "large_raw_gates": SHAPE | RAW | {"HV": 2, "values": "raw"},
+    "large_raw_safe_gates": SHAPE | SAFE | {"HV": 2, "values": "raw", "g_dtype": torch.float32},
 }
 
 
@@ -67,6 +69,7 @@ def test_everything_written_matches_fp64(case):
 SMALL = {
     "tiny_gate": {}, "tiny_safe": {}, "tiny_neg": {}, "tiny_ragged": {}, "tiny_varlen": {}, "tiny_state": {},
     "tiny_gva": {"H": 1, "HV": 2}, "tiny_strong": {}, "tiny_mask": {}, "tiny_reset": {}, "tiny_weak": {},
+    "tiny_raw": {}, "tiny_raw_safe": {},
 }
 
 

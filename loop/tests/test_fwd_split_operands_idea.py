@@ -145,6 +145,8 @@ WHOLE = {
     "softplus": SHAPE | RAW,
     "ragged_gva": SHAPE | SAFE | {"T": 1000, "HV": 2},
     "packed": SHAPE | RAW | {"T": 1100, "cu": [0, 1060]},
+    "large_raw_gates": SHAPE | RAW | {"HV": 2, "values": "raw"},
+    "large_raw_safe_gates": SHAPE | SAFE | {"HV": 2, "values": "raw"},
 }
 
 
@@ -243,6 +245,7 @@ def maps(p, want, s, hv, first):
 
 @pytest.mark.parametrize("case", [
     SHAPE | {"HV": 2, "strength": [0.5, 0.2]}, SHAPE | {"HV": 2, "strength": [0.03, 4.0]}, SHAPE | RAW | {"HV": 2},
+    SHAPE | RAW | {"HV": 2, "values": "raw"}, SHAPE | SAFE | {"HV": 2, "values": "raw"},
 ])
 def test_a_segment_is_cut_short_only_where_its_map_is_below_the_bound(case):
     p, x, meta, want = made(case)

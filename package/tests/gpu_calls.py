@@ -1,5 +1,7 @@
 """Calls that a GPU's tests share, large enough for the kernels, and the names of what those launch."""
 import importlib
+import inspect
+import sys
 
 import pytest
 import torch
@@ -24,10 +26,10 @@ KDA = {
 }
 
 
-def kda_call(name):
-    made, flags = KDA[name]
+def kda_call(name, table=KDA, **changes):
+    made, flags = table[name]
     shape = {"B": 2, "T": 256, "H": 4, "K": 128, "V": 128}
-    tensors, more = kda(**{**shape, "dtype": torch.bfloat16, "device": "cuda", **made})
+    tensors, more = kda(**{**shape, "dtype": torch.bfloat16, "device": "cuda", **made, **changes})
     return tensors, {**more, **flags}
 
 
@@ -36,7 +38,7 @@ def conv_call(**made):
 
 
 FAMILIES = {
-    "kda": (lambda: kda_call("production"), ours.chunk_kda, {}),
+    "kda": (lambda **changes: kda_call("production", **changes), ours.chunk_kda, {}),
     "cconv": (conv_call, cconv.causal_conv1d, {"activation": "silu"}),
 }
 
@@ -68,8 +70,68 @@ def need_kernels(family):
 
 def triton_names(family):
     """Names of all Triton kernels in the promoted modules of a family."""
+    modules = [module for _, module, _ in promoted.modules(f"kernel_fun.{family}") if module is not None]
+    return set().union(*map(jitted, modules))
+
+
+def jitted(module):
     from triton.runtime.jit import JITFunction
 
-    modules = [module for _, module, _ in promoted.modules(f"kernel_fun.{family}") if module is not None]
-    functions = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
-    return {f.fn.__name__ for f in functions}
+    return {f.fn.__name__ for f in vars(module).values() if isinstance(f, JITFunction)}
+
+
+def ours_among(names, family="kda"):
+    """Those of the `names` of device kernels that are ours: kernels in the CuTe DSL, which fla has none of, go by its
+    prefix and their function.
+    """
+    mine = triton_names(family)
+    return {name for name in names if name in mine or name.startswith("kernel_cutlass")}
+
+
+def of_module(names, module):
+    """Those of the `names` of device kernels that the promoted kernel in `module` can have launched."""
+    in_cute, mine = promoted._in_cute(module.__name__), jitted(module)
+    return {name for name in names if name in mine or (in_cute and name.startswith("kernel_cutlass"))}
+
+
+def flas_kernels():
+    """What stands for each of fla's Triton kernels in its module: its tuner and heuristics around it."""
+    for name in ("ops.kda", "ops.common.gate", "modules.l2norm"):
+        importlib.import_module(f"fla.{name}")
+    from triton.runtime.jit import KernelInterface
+
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "fla" and m is not None]
+    return [f for module in modules for f in list(vars(module).values()) if isinstance(f, KernelInterface)]
+
+
+def flas_names():
+    return {layers(kernel)[-1].__name__ for kernel in flas_kernels()}
+
+
+def layers(kernel):
+    """What decorates a Triton kernel, outermost first, and last the Python function."""
+    found = [kernel]
+    while hasattr(found[-1], "fn"):
+        found.append(found[-1].fn)
+    return found
+
+
+def untuned(monkeypatch):
+    """fla's kernels with the first of their configurations: trying them all takes minutes and changes no result."""
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in flas_kernels():
+        for layer in layers(kernel):
+            if isinstance(layer, Autotuner):
+                monkeypatch.setattr(layer, "configs", layer.configs[:1])
+
+
+def plan_of(tensors, flags):
+    """The plan that a `chunk_kda` call with these arguments follows; it must be one that runs here."""
+    from kernel_fun.kda import ops
+
+    bound = inspect.signature(ops.chunk_kda).bind(**tensors, **flags)
+    bound.apply_defaults()
+    call = ops.decide(bound.arguments)
+    assert not isinstance(call, str), call
+    return call.route.plan

@@ -121,7 +121,7 @@ def conv_definition(x, weight, bias=None, residual=None, initial_state=None, act
     return F.pad(y, (0, 0, 0, B * T - y.shape[0])).view(B, T, D), torch.stack(states)
 
 
-def gradients(outputs, leaves, seed=1):
+def gradients(outputs, leaves, seed=1, retain=False):
     """d(sum of outputs weighted at random) / d(leaves), by name."""
     random = torch.Generator().manual_seed(seed)
     loss = 0
@@ -130,7 +130,7 @@ def gradients(outputs, leaves, seed=1):
             weights = torch.randn(out.shape, generator=random, dtype=torch.float64)
             loss = loss + (out.double() * weights.to(out.device)).sum()
     names = [name for name, t in leaves.items() if t.requires_grad]
-    grads = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
+    grads = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=retain, allow_unused=True)
     return dict(zip(names, grads, strict=True))
 
 
