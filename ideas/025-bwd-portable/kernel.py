@@ -67,8 +67,7 @@ def _unit(b_top):
 
 @triton.jit
 def _put_scaled(x, rows, b_x, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE_ROWS: tl.constexpr):
-    """b_x [64, C] to x in fp16, a unit a row, which goes to `rows`. 16 x 16 blocks above the diagonal of a [64, 64]
-    matrix C are zeros, and nobody reads what C <= 64 has there."""
+    """b_x [64, C] to x in fp16, a unit a row, which goes to `rows`."""
     o_t = tl.arange(0, 64)
     b_unit, b_inv = _unit(tl.max(tl.abs(b_x), 1))
     _put(x, b_x * b_inv[:, None], n_t, STRIDE, C)
@@ -83,7 +82,7 @@ def value_kernel(
     do, v_new, dv, v,  # [B, T, HV, V]
     h, dh,  # [B, NT, HV, K, V] (packed: [1, NT, ...])
     xq, xu, xd,  # [B, T, HV, K] fp16: the states' part of dq, of dk inside beta kb, of dk inside kg
-    D, E,  # [B, T, HV, 64] fp16: gradients of Mqk and of Mkk over beta, strictly lower
+    D, E,  # [B, T, HV, 64] fp16: gradients of Mqk and of Mkk over beta, strictly lower, plus their transposes
     rows,  # [B, T, HV, 8] fp32: units of these five, diagonal of D, <y, v>
     tail,  # [NT, HV, K] fp32: 2^G (sum over V of h dh)
     dv_out,  # [B, T, HV, V]
@@ -152,8 +151,9 @@ def value_kernel(
     m_lower = o_t[:, None] > o_t[None, :]
     tl.store(p_rows + 5 + o_t * (HV * ROW), b_diag, mask=m_t)
     tl.store(p_rows + 6 + o_t * (HV * ROW), b_yv, mask=m_t)
-    _put_scaled(D + head * 64, p_rows + 3, tl.where(m_lower, b_D * scale, 0.0), n_t, HV * 64, 64, HV * ROW)
-    _put_scaled(E + head * 64, p_rows + 4, tl.where(m_lower, b_E, 0.0), n_t, HV * 64, 64, HV * ROW)
+    b_D, b_E = tl.where(m_lower, b_D * scale, 0.0), tl.where(m_lower, b_E, 0.0)
+    _put_scaled(D + head * 64, p_rows + 3, b_D + tl.trans(b_D), n_t, HV * 64, 64, HV * ROW)
+    _put_scaled(E + head * 64, p_rows + 4, b_E + tl.trans(b_E), n_t, HV * 64, 64, HV * ROW)
     p_g = gk + head * K + tl.minimum(o_t, n_t - 1)[:, None] * (HV * K) + o_k[None, :]
     b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)  # of the last row
     b_g = tl.load(p_g)
@@ -173,33 +173,20 @@ def _split(x):
 
 
 @triton.jit
-def _product(hi, lo, m, x):
-    """Where m holds, (hi + lo) [64, 64], times x [64, K]."""
-    hi, lo = tl.where(m, hi, 0.0).to(tl.bfloat16), tl.where(m, lo, 0.0).to(tl.bfloat16)
-    x_hi, x_lo = _split(x)
-    return tl.dot(hi, x_hi, tl.dot(hi, x_lo, tl.dot(lo, x_hi)))
-
-
-@triton.jit
-def _suffix_sums(x):
-    """Sums of x [64, K] over rows >= r: three bf16 hold all 24 bits, and products with 1 are exact."""
+def _scaled(x, unit, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE_ROWS: tl.constexpr):
+    """[64, C] fp16 at x, times each row's unit."""
     o_t = tl.arange(0, 64)
-    ones = tl.where(o_t[:, None] <= o_t[None, :], 1.0, 0.0).to(tl.bfloat16)
-    hi = x.to(tl.bfloat16)
-    mid, lo = _split(x - hi.to(tl.float32))
-    return tl.dot(ones, hi, tl.dot(ones, mid, tl.dot(ones, lo)))
-
-
-@triton.jit
-def _scaled(x, b_unit, n_t, STRIDE: tl.constexpr, C: tl.constexpr):
+    b_unit = tl.load(unit + o_t * STRIDE_ROWS, mask=o_t < n_t, other=0.0)
     return _tile(x, n_t, STRIDE, C).to(tl.float32) * b_unit[:, None]
 
 
 @triton.jit
-def _mirrored(x, b_unit, n_t, STRIDE: tl.constexpr):
-    """A strictly lower matrix plus its transpose, as two bf16."""
-    b_x = _scaled(x, b_unit, n_t, STRIDE, 64)
-    return _split(b_x + tl.trans(b_x))
+def _product(matrix, unit, m, x, f, n_t, HV: tl.constexpr):
+    """f times: D or E [64, 64], where m holds, times x [64, K]. Three products are summed after their factor: one that
+    begins with another's sum would get a layout in which two halves of the warps do the same."""
+    hi, lo = _split(tl.where(m, _scaled(matrix, unit, n_t, HV * 64, 64, HV * ROW), 0.0))
+    x_hi, x_lo = _split(x)
+    return f * tl.dot(hi, x_hi) + (f * tl.dot(hi, x_lo) + f * tl.dot(lo, x_hi))
 
 
 @triton.jit
@@ -220,36 +207,45 @@ def _doublings(p_g, n_t, STRIDE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _pairs(b_dq, b_z, b_u, b_q, b_k, b_beta, b_g, p_g, D_hi, D_lo, E_hi, E_lo, n_t, STRIDE: tl.constexpr, K: tl.constexpr):
+def _pairs(b_dq, b_z, b_u, q, k, gk, beta, D, E, rows, n_t, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
     """Adds the pairs r > s of the chunk: to dq, to z (what beta multiplies in dk) of row r, to u (the rest) of row s.
 
-    D and E are mirrored, so that one product with an operand that holds q (or beta k) in later and k in earlier rows
-    gives dq, z in the ones and u in the others.
+    D and E hold each pair twice, so that one product with an operand that has q (or beta k) in later and k in earlier
+    rows gives dq, z in the ones and u in the others. Operands are read again for each product: registers are short.
     """
     o_t = tl.arange(0, 64)
-    b_kb = b_k * b_beta[:, None]
-    b_apart = o_t[:, None] ^ o_t[None, :]
-    i_first = _doublings(p_g, n_t, STRIDE, K)
+    m_t = o_t < n_t
+    o_r, o_s = o_t[:, None], o_t[None, :]
+    i_first = _doublings(gk, n_t, HV * K, K)
     if i_first > 0:
         # groups of 2^i_first rows, from the middle of what they decay: factors up to 2^64 either way
         n = 1 << i_first
-        b_m = _gate_row(p_g, o_t & -n, n_t, STRIDE, K) + _gate_row(p_g, o_t | (n - 1), n_t, STRIDE, K)
-        b_e = b_g - 0.5 * b_m
+        b_m = _gate_row(gk, o_t & -n, n_t, HV * K, K) + _gate_row(gk, o_t | (n - 1), n_t, HV * K, K)
+        b_e = _gate_row(gk, o_t, n_t, HV * K, K) - 0.5 * b_m
         b_f, b_r = tl.exp2(b_e), tl.exp2(-b_e)
-        m_later, m_earlier = o_t[:, None] > o_t[None, :], o_t[:, None] < o_t[None, :]
-        m_group = b_apart < n
-        b_dq += b_f * _product(D_hi, D_lo, m_group & m_later, b_k * b_r)
-        b_z += b_f * _product(E_hi, E_lo, m_group & m_later, b_k * b_r)
-        b_u += b_r * _product(D_hi, D_lo, m_group & m_earlier, b_q * b_f)
-        b_u += b_r * _product(E_hi, E_lo, m_group & m_earlier, b_kb * b_f)
+        m_group = (o_r ^ o_s) < n
+        b_k = _tile(k, n_t, H * K, K).to(tl.float32)
+        b_x = b_k * b_r
+        b_dq += _product(D, rows + 3, m_group & (o_r > o_s), b_x, b_f, n_t, HV)
+        b_z += _product(E, rows + 4, m_group & (o_r > o_s), b_x, b_f, n_t, HV)
+        b_x = b_k * b_f * tl.load(beta + o_t * HV, mask=m_t, other=0.0).to(tl.float32)[:, None]
+        b_u += _product(E, rows + 4, m_group & (o_r < o_s), b_x, b_r, n_t, HV)
+        b_x = _tile(q, n_t, H * K, K).to(tl.float32) * b_f
+        b_u += _product(D, rows + 3, m_group & (o_r < o_s), b_x, b_r, n_t, HV)
     for i in range(i_first, 6):
         n = 1 << i
-        m_later = ((o_t & n) != 0)[:, None]
-        b_m = _gate_row(p_g, (o_t | (2 * n - 1)) - n, n_t, STRIDE, K)  # the last row of the first half of 2n
+        no = i >> 3  # 0, but the compiler does not know: what is read with it is not kept in registers for all i
+        m_later = (o_r & n) != 0
+        b_g = _gate_row(gk + no, o_t, n_t, HV * K, K)
+        b_m = _gate_row(gk, (o_t | (2 * n - 1)) - n, n_t, HV * K, K)  # the last row of the first half of 2n
         b_f = tl.exp2(tl.where(m_later, b_g - b_m, b_m - b_g))
-        m_pair = (b_apart >= n) & (b_apart < 2 * n)
-        b_x = b_f * _product(D_hi, D_lo, m_pair, tl.where(m_later, b_q, b_k) * b_f)
-        b_y = b_f * _product(E_hi, E_lo, m_pair, tl.where(m_later, b_kb, b_k) * b_f)
+        m_pair = ((o_r ^ o_s) >> i) == 1
+        b_k = _tile(k + no, n_t, H * K, K).to(tl.float32)
+        b_x = tl.where(m_later, _tile(q + no, n_t, H * K, K).to(tl.float32), b_k) * b_f
+        b_x = _product(D + no, rows + 3, m_pair, b_x, b_f, n_t, HV)
+        b_beta = tl.load(beta + no + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_y = b_k * b_f * tl.where(m_later, b_beta[:, None], 1.0)
+        b_y = _product(E + no, rows + 4, m_pair, b_y, b_f, n_t, HV)
         b_dq += tl.where(m_later, b_x, 0.0)
         b_z += tl.where(m_later, b_y, 0.0)
         b_u += tl.where(m_later, 0.0, b_x + b_y)
@@ -286,11 +282,12 @@ def _through_gate(
 
 
 @triton.jit
-def _put_normed(dx, b_dy, b_y, rstd, first, n_t, H: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr):
+def _put_normed(dx, b_dy, y, rstd, first, n_t, H: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr):
     """dx [64, K] from dy at y = x rstd: rstd (dy - y <y, dy>)."""
     o_t = tl.arange(0, 64)
     if L2NORM:
         b_rstd = tl.load(rstd + first + o_t * H, mask=o_t < n_t, other=0.0)
+        b_y = _tile(y + first * K, n_t, H * K, K).to(tl.float32)
         b_dy = b_rstd[:, None] * (b_dy - b_y * tl.sum(b_y * b_dy, 1)[:, None])
     _put(dx + first * K, b_dy, n_t, H * K, K)
 
@@ -313,32 +310,30 @@ def key_kernel(
     o_t, o_k = tl.arange(0, 64), tl.arange(0, K)
     m_t = o_t < n_t
     first = row * H + i_h
-    b_q = _tile(q + first * K, n_t, H * K, K).to(tl.float32)
-    b_k = _tile(k + first * K, n_t, H * K, K).to(tl.float32)
+    p_q, p_k = q + first * K, k + first * K
     b_dq, b_dk = tl.zeros([64, K], tl.float32), tl.zeros([64, K], tl.float32)
     for j in range(G):
         i_hv = i_h * G + j
         head, part = row * HV + i_hv, i_c * HV + i_hv
-        p_g, p_rows = gk + head * K, rows + head * ROW + o_t * (HV * ROW)
-        b_g = _gate_row(p_g, o_t, n_t, HV * K, K)
-        b_beta = tl.load(beta + head + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_aq = _scaled(xq + head * K, tl.load(p_rows, mask=m_t, other=0.0), n_t, HV * K, K)
-        b_z = _scaled(xu + head * K, tl.load(p_rows + 1, mask=m_t, other=0.0), n_t, HV * K, K)
-        b_u = _scaled(xd + head * K, tl.load(p_rows + 2, mask=m_t, other=0.0), n_t, HV * K, K)
-        b_tail = tl.load(tail + part * K + o_k) + tl.sum(b_k * b_u, 0)
-        D_hi, D_lo = _mirrored(D + head * 64, tl.load(p_rows + 3, mask=m_t, other=0.0), n_t, HV * 64)
-        E_hi, E_lo = _mirrored(E + head * 64, tl.load(p_rows + 4, mask=m_t, other=0.0), n_t, HV * 64)
+        p_rows, p_beta = rows + head * ROW, beta + head
+        b_aq = _scaled(xq + head * K, p_rows, n_t, HV * K, K, HV * ROW)
+        b_z = _scaled(xu + head * K, p_rows + 1, n_t, HV * K, K, HV * ROW)
+        b_u = _scaled(xd + head * K, p_rows + 2, n_t, HV * K, K, HV * ROW)
+        b_tail = tl.load(tail + part * K + o_k) + tl.sum(_tile(p_k, n_t, H * K, K).to(tl.float32) * b_u, 0)
         b_aq, b_z, b_u = _pairs(
-            b_aq, b_z, b_u, b_q, b_k, b_beta, b_g, p_g, D_hi, D_lo, E_hi, E_lo, n_t, HV * K, K,
+            b_aq, b_z, b_u, p_q, p_k, gk + head * K, p_beta, D + head * 64, E + head * 64, p_rows, n_t, H, HV, K,
         )  # fmt: skip
 
+        p_rows += o_t * (HV * ROW)
+        b_beta = tl.load(p_beta + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_q, b_k = _tile(p_q, n_t, H * K, K).to(tl.float32), _tile(p_k, n_t, H * K, K).to(tl.float32)
         b_db = tl.sum(b_k * b_z, 1) + tl.load(p_rows + 6, mask=m_t, other=0.0)
         if SIGMOID:
             b_db *= b_beta * (1.0 - b_beta / beta_scale)
         tl.store(dbeta + head + o_t * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
         b_z *= b_beta[:, None]
         # The pair r = s carries no gate: into dq and dk, not into dg.
-        b_dg = _suffix_sums(b_q * b_aq + b_k * (b_z - b_u)) + b_tail[None, :]
+        b_dg = tl.cumsum(b_q * b_aq + b_k * (b_z - b_u), 0, reverse=True) + b_tail[None, :]
         b_diag = tl.load(p_rows + 5, mask=m_t, other=0.0)[:, None]
         b_dq += b_aq + b_diag * b_k
         b_dk += b_z + b_u + b_diag * b_q
@@ -347,8 +342,8 @@ def key_kernel(
                 b_dg, g_raw, A_log, dt_bias, dA, dbias, lower_bound, head, part, i_hv, n_t, HV, K, GATE, HAS_A, HAS_BIAS,
             )  # fmt: skip
         _put(dg + head * K, b_dg, n_t, HV * K, K)
-    _put_normed(dq, b_dq, b_q, q_rstd, first, n_t, H, K, L2NORM)
-    _put_normed(dk, b_dk, b_k, k_rstd, first, n_t, H, K, L2NORM)
+    _put_normed(dq, b_dq, q, q_rstd, first, n_t, H, K, L2NORM)
+    _put_normed(dk, b_dk, k, k_rstd, first, n_t, H, K, L2NORM)
 
 
 # ========================================================================================================== host code
