@@ -25,8 +25,9 @@ from kernel_fun._common.tails import zero_tail
 FAMILY = "kda"
 BV = 64  # value columns of a step
 VALUE_WARPS, STAGES = 8, 2
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 RANGE = tl.constexpr(128.0)  # log2 units that rows of one two-sided product may decay by: factors within 2^+-64
-ROW = tl.constexpr(8)  # fp32 values a row that pass between the kernels: 5 units, diagonal of D, <y, v>, nothing
+ROW = tl.constexpr(8)  # fp32 values a row that pass between the kernels; five are used
 
 
 # ====================================================================================================== both kernels
@@ -57,6 +58,13 @@ def _put(x, b_x, n_t, STRIDE: tl.constexpr, C: tl.constexpr):
     tl.store(at, b_x.to(x.dtype.element_ty), mask=(o_t < n_t)[:, None])
 
 
+@triton.jit
+def _split(x):
+    """fp32 -> two bf16, the first minus the second: 16 of its bits."""
+    hi = x.to(tl.bfloat16)
+    return hi, (hi.to(tl.float32) - x).to(tl.bfloat16)
+
+
 # ======================================================================================== value side: one pass over V
 @triton.jit
 def _unit(b_top):
@@ -74,6 +82,14 @@ def _put_scaled(x, rows, b_x, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE
     tl.store(rows + o_t * STRIDE_ROWS, b_unit, mask=o_t < n_t)
 
 
+@triton.jit
+def _put_pair(x, b_x, n_t, STRIDE: tl.constexpr):
+    """A strictly lower matrix [64, 64] plus its transpose to x [64, 2, 64], as two bf16."""
+    hi, lo = _split(b_x + tl.trans(b_x))
+    _put(x, hi, n_t, STRIDE, 64)
+    _put(x + 64, lo, n_t, STRIDE, 64)
+
+
 @triton.jit(do_not_specialize=["T"])
 def value_kernel(
     gk,  # [B, T, HV, K] fp32, chunk-local inclusive cumsum, log2
@@ -82,8 +98,8 @@ def value_kernel(
     do, v_new, dv, v,  # [B, T, HV, V]
     h, dh,  # [B, NT, HV, K, V] (packed: [1, NT, ...])
     xq, xu, xd,  # [B, T, HV, K] fp16: the states' part of dq, of dk inside beta kb, of dk inside kg
-    D, E,  # [B, T, HV, 64] fp16: gradients of Mqk and of Mkk over beta, strictly lower, plus their transposes
-    rows,  # [B, T, HV, 8] fp32: units of these five, diagonal of D, <y, v>
+    D, E,  # [B, T, HV, 2, 64] two bf16: gradients of Mqk and of Mkk over beta, strictly lower, plus their transposes
+    rows,  # [B, T, HV, 8] fp32: units of xq, xu, xd; diagonal of D; <y, v>
     tail,  # [NT, HV, K] fp32: 2^G (sum over V of h dh)
     dv_out,  # [B, T, HV, V]
     cu_seqlens, chunk_indices,  # [N + 1], [NT, 2] or None
@@ -149,11 +165,10 @@ def value_kernel(
     p_rows = rows + head * ROW
     b_diag = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_D, 0.0), 1) * scale
     m_lower = o_t[:, None] > o_t[None, :]
-    tl.store(p_rows + 5 + o_t * (HV * ROW), b_diag, mask=m_t)
-    tl.store(p_rows + 6 + o_t * (HV * ROW), b_yv, mask=m_t)
-    b_D, b_E = tl.where(m_lower, b_D * scale, 0.0), tl.where(m_lower, b_E, 0.0)
-    _put_scaled(D + head * 64, p_rows + 3, b_D + tl.trans(b_D), n_t, HV * 64, 64, HV * ROW)
-    _put_scaled(E + head * 64, p_rows + 4, b_E + tl.trans(b_E), n_t, HV * 64, 64, HV * ROW)
+    tl.store(p_rows + 3 + o_t * (HV * ROW), b_diag, mask=m_t)
+    tl.store(p_rows + 4 + o_t * (HV * ROW), b_yv, mask=m_t)
+    _put_pair(D + head * 128, tl.where(m_lower, b_D * scale, 0.0), n_t, HV * 128)
+    _put_pair(E + head * 128, tl.where(m_lower, b_E, 0.0), n_t, HV * 128)
     p_g = gk + head * K + tl.minimum(o_t, n_t - 1)[:, None] * (HV * K) + o_k[None, :]
     b_gn = tl.load(gk + head * K + (n_t - 1) * (HV * K) + o_k)  # of the last row
     b_g = tl.load(p_g)
@@ -166,13 +181,6 @@ def value_kernel(
 
 # ================================================================================ key side: pairs of rows, and the rest
 @triton.jit
-def _split(x):
-    """fp32 -> two bf16 whose sum has 16 of its bits."""
-    hi = x.to(tl.bfloat16)
-    return hi, (x - hi.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
 def _scaled(x, unit, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE_ROWS: tl.constexpr):
     """[64, C] fp16 at x, times each row's unit."""
     o_t = tl.arange(0, 64)
@@ -181,12 +189,24 @@ def _scaled(x, unit, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE_ROWS: tl
 
 
 @triton.jit
-def _product(matrix, unit, m, x, f, n_t, HV: tl.constexpr):
-    """f times: D or E [64, 64], where m holds, times x [64, K]. Three products are summed after their factor: one that
-    begins with another's sum would get a layout in which two halves of the warps do the same."""
-    hi, lo = _split(tl.where(m, _scaled(matrix, unit, n_t, HV * 64, 64, HV * ROW), 0.0))
-    x_hi, x_lo = _split(x)
-    return f * tl.dot(hi, x_hi) + (f * tl.dot(hi, x_lo) + f * tl.dot(lo, x_hi))
+def _product(x, m, b_x, n_t, HV: tl.constexpr):
+    """D or E [64, 64], where m holds, times b_x [64, K], from the three larger products of their halves. They are summed
+    by differences: Triton would give a product that begins with another one's sum a layout in which two halves of the
+    warps do the same."""
+    hi = tl.where(m, _tile(x, n_t, HV * 128, 64), 0.0).to(tl.bfloat16)
+    lo = tl.where(m, _tile(x + 64, n_t, HV * 128, 64), 0.0).to(tl.bfloat16)
+    x_hi, x_lo = _split(b_x)
+    return tl.dot(hi, x_hi) - tl.dot(hi, x_lo) - tl.dot(lo, x_hi)
+
+
+@triton.jit
+def _suffix_sums(x):
+    """Sums of x [64, K] over rows >= r: three bf16 hold all 24 bits, and products with 1 are exact."""
+    o_t = tl.arange(0, 64)
+    ones = tl.where(o_t[:, None] <= o_t[None, :], 1.0, 0.0).to(tl.bfloat16)
+    hi = x.to(tl.bfloat16)
+    mid, lo = _split(hi.to(tl.float32) - x)
+    return tl.dot(ones, hi) - tl.dot(ones, mid) - tl.dot(0.0 - ones, lo)
 
 
 @triton.jit
@@ -207,55 +227,61 @@ def _doublings(p_g, n_t, STRIDE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _pairs(b_dq, b_z, b_u, q, k, gk, beta, D, E, rows, n_t, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+def _pairs(b_dq, b_z, b_u, q, k, gk, beta, D, E, n_t, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
     """Adds the pairs r > s of the chunk: to dq, to z (what beta multiplies in dk) of row r, to u (the rest) of row s.
 
     D and E hold each pair twice, so that one product with an operand that has q (or beta k) in later and k in earlier
-    rows gives dq, z in the ones and u in the others. Operands are read again for each product: registers are short.
+    rows gives dq, z in the ones and u in the others: one step for each doubling. Before these come two for groups of
+    2^i_first rows, from the middle of what they decay: there every row is first the later one of its pairs, then the
+    earlier one. Operands are read again in each step: registers are short.
     """
     o_t = tl.arange(0, 64)
     m_t = o_t < n_t
     o_r, o_s = o_t[:, None], o_t[None, :]
     i_first = _doublings(gk, n_t, HV * K, K)
-    if i_first > 0:
-        # groups of 2^i_first rows, from the middle of what they decay: factors up to 2^64 either way
-        n = 1 << i_first
-        b_m = _gate_row(gk, o_t & -n, n_t, HV * K, K) + _gate_row(gk, o_t | (n - 1), n_t, HV * K, K)
-        b_e = _gate_row(gk, o_t, n_t, HV * K, K) - 0.5 * b_m
-        b_f, b_r = tl.exp2(b_e), tl.exp2(-b_e)
-        m_group = (o_r ^ o_s) < n
-        b_k = _tile(k, n_t, H * K, K).to(tl.float32)
-        b_x = b_k * b_r
-        b_dq += _product(D, rows + 3, m_group & (o_r > o_s), b_x, b_f, n_t, HV)
-        b_z += _product(E, rows + 4, m_group & (o_r > o_s), b_x, b_f, n_t, HV)
-        b_x = b_k * b_f * tl.load(beta + o_t * HV, mask=m_t, other=0.0).to(tl.float32)[:, None]
-        b_u += _product(E, rows + 4, m_group & (o_r < o_s), b_x, b_r, n_t, HV)
-        b_x = _tile(q, n_t, H * K, K).to(tl.float32) * b_f
-        b_u += _product(D, rows + 3, m_group & (o_r < o_s), b_x, b_r, n_t, HV)
-    for i in range(i_first, 6):
-        n = 1 << i
-        no = i >> 3  # 0, but the compiler does not know: what is read with it is not kept in registers for all i
-        m_later = (o_r & n) != 0
-        b_g = _gate_row(gk + no, o_t, n_t, HV * K, K)
-        b_m = _gate_row(gk, (o_t | (2 * n - 1)) - n, n_t, HV * K, K)  # the last row of the first half of 2n
-        b_f = tl.exp2(tl.where(m_later, b_g - b_m, b_m - b_g))
-        m_pair = ((o_r ^ o_s) >> i) == 1
-        b_k = _tile(k + no, n_t, H * K, K).to(tl.float32)
-        b_x = tl.where(m_later, _tile(q + no, n_t, H * K, K).to(tl.float32), b_k) * b_f
-        b_x = _product(D + no, rows + 3, m_pair, b_x, b_f, n_t, HV)
-        b_beta = tl.load(beta + no + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
-        b_y = b_k * b_f * tl.where(m_later, b_beta[:, None], 1.0)
-        b_y = _product(E + no, rows + 4, m_pair, b_y, b_f, n_t, HV)
+    for i in range(tl.where(i_first > 0, i_first - 2, 0), 6):
+        no = ((i + 2) >> 4) * 64  # 0, but the compiler does not know, and does not keep what is read with it
+        group, begin = i < i_first, i == i_first - 2
+        n = 1 << tl.where(group, i_first, i)  # rows of a group; of a half
+        o_half = (o_t & n) != 0
+        m_later = tl.where(group, begin, o_half)[:, None]  # rows that the product's result is for
+        m_other = tl.where(group, begin == 0, o_half)[:, None]  # the same of rows that it sums over
+        o_apart = o_r ^ o_s
+        m_pair = (o_apart < 2 * n) & (o_apart >= n)
+        if group:
+            m_pair = (o_apart < n) & (o_apart != 0) & ((o_r > o_s) == begin)
+        o_m = (o_t | (2 * n - 1)) - n  # the last row of the first half
+        b_m = _gate_row(gk, tl.where(group, o_t & -n, o_m), n_t, HV * K, K)
+        b_m += _gate_row(gk, tl.where(group, o_t | (n - 1), o_m), n_t, HV * K, K)
+        b_e = _gate_row(gk + no, o_t, n_t, HV * K, K) - 0.5 * b_m
+        b_fx = tl.exp2(tl.where(m_other, b_e, -b_e))
+        b_f = tl.exp2(tl.where(m_later, b_e, -b_e))
+        b_x = tl.where(m_other, _tile(q + no, n_t, H * K, K), _tile(k + no, n_t, H * K, K)).to(tl.float32) * b_fx
+        b_x = b_f * _product(D + no, m_pair, b_x, n_t, HV)
         b_dq += tl.where(m_later, b_x, 0.0)
-        b_z += tl.where(m_later, b_y, 0.0)
-        b_u += tl.where(m_later, 0.0, b_x + b_y)
+        b_u += tl.where(m_later, 0.0, b_x)
+        b_beta = tl.load(beta + no + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
+        b_x = _tile(k + 2 * no, n_t, H * K, K).to(tl.float32) * (b_fx * tl.where(m_other, b_beta[:, None], 1.0))
+        b_x = b_f * _product(E + no, m_pair, b_x, n_t, HV)
+        b_z += tl.where(m_later, b_x, 0.0)
+        b_u += tl.where(m_later, 0.0, b_x)
     return b_dq, b_z, b_u
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    if FAST:
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
 
 
 @triton.jit
 def _through_gate(
     b_dg, g_raw, A_log, dt_bias, dA, dbias, lower_bound, head, part, i_hv, n_t,
     HV: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """dg at the raw gate, from dg at its logarithm [64, K]; stores the chunk's part of dA_log and ddt_bias."""
     o_t, o_k = tl.arange(0, 64), tl.arange(0, K)
@@ -268,8 +294,9 @@ def _through_gate(
         b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
     if GATE == "softplus":
         b_dg *= 0.0 - b_rate
-        b_dA = b_dg * tl.where(b_x > 20.0, b_x, tl.log(1.0 + tl.exp(tl.minimum(b_x, 20.0))))
-        b_dg *= tl.sigmoid(b_x)
+        b_t = tl.exp2(tl.minimum(b_x, 80.0) * LOG2_E)
+        b_dA = b_dg * tl.where(b_x > 20.0, b_x, _log2(1.0 + b_t, FAST) * LN_2)
+        b_dg *= b_t / (1.0 + b_t)
     else:
         b_s = tl.sigmoid(b_rate * b_x)
         b_dg *= lower_bound * b_rate * (b_s * (1.0 - b_s))
@@ -302,6 +329,7 @@ def key_kernel(
     cu_seqlens, chunk_indices, lower_bound, beta_scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, IS_VARLEN: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one q/k head, its value heads one after the other."""
     G: tl.constexpr = HV // H
@@ -321,25 +349,26 @@ def key_kernel(
         b_u = _scaled(xd + head * K, p_rows + 2, n_t, HV * K, K, HV * ROW)
         b_tail = tl.load(tail + part * K + o_k) + tl.sum(_tile(p_k, n_t, H * K, K).to(tl.float32) * b_u, 0)
         b_aq, b_z, b_u = _pairs(
-            b_aq, b_z, b_u, p_q, p_k, gk + head * K, p_beta, D + head * 64, E + head * 64, p_rows, n_t, H, HV, K,
+            b_aq, b_z, b_u, p_q, p_k, gk + head * K, p_beta, D + head * 128, E + head * 128, n_t, H, HV, K,
         )  # fmt: skip
 
         p_rows += o_t * (HV * ROW)
         b_beta = tl.load(p_beta + o_t * HV, mask=m_t, other=0.0).to(tl.float32)
         b_q, b_k = _tile(p_q, n_t, H * K, K).to(tl.float32), _tile(p_k, n_t, H * K, K).to(tl.float32)
-        b_db = tl.sum(b_k * b_z, 1) + tl.load(p_rows + 6, mask=m_t, other=0.0)
+        b_db = tl.sum(b_k * b_z, 1) + tl.load(p_rows + 4, mask=m_t, other=0.0)
         if SIGMOID:
             b_db *= b_beta * (1.0 - b_beta / beta_scale)
         tl.store(dbeta + head + o_t * HV, b_db.to(dbeta.dtype.element_ty), mask=m_t)
         b_z *= b_beta[:, None]
         # The pair r = s carries no gate: into dq and dk, not into dg.
-        b_dg = tl.cumsum(b_q * b_aq + b_k * (b_z - b_u), 0, reverse=True) + b_tail[None, :]
-        b_diag = tl.load(p_rows + 5, mask=m_t, other=0.0)[:, None]
+        b_dg = _suffix_sums(b_q * b_aq + b_k * (b_z - b_u)) + b_tail[None, :]
+        b_diag = tl.load(p_rows + 3, mask=m_t, other=0.0)[:, None]
         b_dq += b_aq + b_diag * b_k
         b_dk += b_z + b_u + b_diag * b_q
         if GATE != "log":
             b_dg = _through_gate(
                 b_dg, g_raw, A_log, dt_bias, dA, dbias, lower_bound, head, part, i_hv, n_t, HV, K, GATE, HAS_A, HAS_BIAS,
+                FAST,
             )  # fmt: skip
         _put(dg + head * K, b_dg, n_t, HV * K, K)
     _put_normed(dq, b_dq, q, q_rstd, first, n_t, H, K, L2NORM)
@@ -364,7 +393,8 @@ def run(
     """Tensors as in the chain's contract; returns dq, dk [B,T,H,K], dv, dg, dbeta in the inputs' dtypes, dA_log,
     ddt_bias."""
     tokens, f32 = (p.B, p.T, p.HV), torch.float32
-    xq, xu, xd, D, E = (gk.new_empty(*tokens, n, dtype=torch.float16) for n in (p.K, p.K, p.K, CHUNK, CHUNK))
+    xq, xu, xd = (gk.new_empty(*tokens, p.K, dtype=torch.float16) for _ in range(3))
+    D, E = (gk.new_empty(*tokens, 2, CHUNK, dtype=torch.bfloat16) for _ in range(2))
     rows, tail, dv_out = gk.new_empty(*tokens, ROW.value), gk.new_empty(p.NT, p.HV, p.K), torch.empty_like(v)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dg, dbeta = torch.empty_like(gk, dtype=p.g_dtype), torch.empty_like(beta, dtype=p.beta_dtype)
@@ -380,7 +410,7 @@ def run(
             key_kernel, (p.NT * p.H,), q, k, gk, beta, xq, xu, xd, D, E, rows, tail, g_raw, A_log, dt_bias, q_rstd,
             k_rstd, dq, dk, dg, dbeta, dA, dbias, cu_seqlens, chunk_indices, p.lower_bound or 0.0, p.beta_scale, p.T,
             H=p.H, HV=p.HV, K=p.K, GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm,
-            SIGMOID=p.beta_sigmoid, IS_VARLEN=p.varlen, num_warps=p.K // 8, num_stages=1,
+            SIGMOID=p.beta_sigmoid, IS_VARLEN=p.varlen, FAST=p.arch != (0, 0), num_warps=p.K // 8, num_stages=1,
         )  # fmt: skip
     if p.varlen:  # tokens after the last sequence belong to none: their gradients are zero
         for x in (dq, dk, dv_out, dg, dbeta):
@@ -405,13 +435,13 @@ def spans(p):
 def _compile(K, V, dtype, G=1, **constants):
     """Entries of COMPILE for one kind of call."""
     given = dict.fromkeys(("q", "k", "v", "Akk", "do", "v_new", "dv", "h", "dh", "dv_out", "dq", "dk"), f"*{dtype}")
-    given |= dict.fromkeys(("g_raw", "dg"), f"*{dtype}") | dict.fromkeys(("xq", "xu", "xd", "D", "E"), "*fp16")
+    given |= dict.fromkeys(("g_raw", "dg"), f"*{dtype}") | dict.fromkeys(("xq", "xu", "xd"), "*fp16")
     names = "gk beta rows tail A_log dt_bias q_rstd k_rstd dbeta dA dbias".split()
     given |= dict.fromkeys(names, "*fp32") | dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
-    given |= {"cu_seqlens": "*i64", "chunk_indices": "*i64", "T": "i32"}
+    given |= {"D": "*bf16", "E": "*bf16", "cu_seqlens": "*i64", "chunk_indices": "*i64", "T": "i32"}
     value = {"HV": 16 * G, "K": K, "V": V, "BV": BV, "IS_VARLEN": False, "STAGES": STAGES}
     key = {"H": 16, "HV": 16 * G, "K": K, "GATE": "softplus", "HAS_A": True, "HAS_BIAS": True, "L2NORM": True}
-    key |= {"SIGMOID": True, "IS_VARLEN": False} | constants
+    key |= {"SIGMOID": True, "IS_VARLEN": False, "FAST": True} | constants
     for kernel, fixed, warps, stages in ((value_kernel, value, VALUE_WARPS, STAGES), (key_kernel, key, K // 8, 1)):
         yield kernel, {n: given[n] for n in kernel.arg_names if n not in fixed}, fixed, warps, stages
 
