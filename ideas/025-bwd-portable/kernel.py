@@ -23,8 +23,9 @@ from kernel_fun._common.problem import CHUNK
 from kernel_fun._common.tails import zero_tail
 
 FAMILY = "kda"
-BV = 64  # value columns of a step
-VALUE_WARPS, STAGES = 8, 2
+BV = 32  # value columns of a step
+VALUE_WARPS, STAGES = 8, 3
+REGS = 128  # two programs of 8 warps fit on a multiprocessor, or one of 16
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 RANGE = tl.constexpr(128.0)  # log2 units that rows of one two-sided product may decay by: factors within 2^+-64
 ROW = tl.constexpr(8)  # fp32 values a row that pass between the kernels; five are used
@@ -379,12 +380,17 @@ def key_kernel(
 def supports(p):
     for ok, reason in (
         (p.K in (64, 128), f"needs K=64 or 128, got {p.K}"),
-        (p.V % BV == 0, f"needs V a multiple of {BV}, got {p.V}"),
+        (p.V % 64 == 0, f"needs V a multiple of 64, got {p.V}"),
         (p.dtype in (torch.bfloat16, torch.float16), f"needs bf16 or fp16 q, k, v, got {p.dtype}"),
     ):
         if not ok:
             return False, reason
     return True, ""
+
+
+def _value_regs(K):
+    """With K = 128 sums alone take 128 registers."""
+    return REGS if K == 64 else 255
 
 
 def run(
@@ -405,12 +411,14 @@ def run(
             value_kernel, (p.NT * p.HV,), gk, beta, Akk, do, v_new, dv, v, h, dh, xq, xu, xd, D, E, rows, tail, dv_out,
             cu_seqlens, chunk_indices, p.scale, p.T,
             HV=p.HV, K=p.K, V=p.V, BV=BV, IS_VARLEN=p.varlen, STAGES=STAGES, num_warps=VALUE_WARPS, num_stages=STAGES,
+            maxnreg=_value_regs(p.K),
         )  # fmt: skip
         launch(
             key_kernel, (p.NT * p.H,), q, k, gk, beta, xq, xu, xd, D, E, rows, tail, g_raw, A_log, dt_bias, q_rstd,
             k_rstd, dq, dk, dg, dbeta, dA, dbias, cu_seqlens, chunk_indices, p.lower_bound or 0.0, p.beta_scale, p.T,
             H=p.H, HV=p.HV, K=p.K, GATE=p.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None, L2NORM=p.l2norm,
             SIGMOID=p.beta_sigmoid, IS_VARLEN=p.varlen, FAST=p.arch != (0, 0), num_warps=p.K // 8, num_stages=1,
+            maxnreg=REGS,
         )  # fmt: skip
     if p.varlen:  # tokens after the last sequence belong to none: their gradients are zero
         for x in (dq, dk, dv_out, dg, dbeta):
@@ -442,8 +450,12 @@ def _compile(K, V, dtype, G=1, **constants):
     value = {"HV": 16 * G, "K": K, "V": V, "BV": BV, "IS_VARLEN": False, "STAGES": STAGES}
     key = {"H": 16, "HV": 16 * G, "K": K, "GATE": "softplus", "HAS_A": True, "HAS_BIAS": True, "L2NORM": True}
     key |= {"SIGMOID": True, "IS_VARLEN": False, "FAST": True} | constants
-    for kernel, fixed, warps, stages in ((value_kernel, value, VALUE_WARPS, STAGES), (key_kernel, key, K // 8, 1)):
-        yield kernel, {n: given[n] for n in kernel.arg_names if n not in fixed}, fixed, warps, stages
+    for kernel, fixed, *options, regs in (
+        (value_kernel, value, VALUE_WARPS, STAGES, _value_regs(K)),
+        (key_kernel, key, K // 8, 1, REGS),
+    ):
+        types = {n: given[n] for n in kernel.arg_names if n not in fixed}
+        yield kernel, types, fixed, *options, {"maxnreg": regs}
 
 
 COMPILE = [
