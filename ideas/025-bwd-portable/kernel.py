@@ -1,15 +1,14 @@
 """All gradients of a chunk in two plain Triton kernels, for what the Hopper kernels leave to fla: K = 64, and fp16.
 
 Parent: 005 (its pass over V; the key side is new).
-Delta: 005's pass also forms do v_new^T, and leaves what the states give to dq, dk, and the gradients of Mqk, Mkk, in
-    fp16 with a power of two for each row: 11 bits of any range in two bytes, where fla has fp32. The key side has
-    these, q, k and gk in registers and closes everything: pairs of rows inside the chunk, the suffix sum of dg, gate,
-    norm, beta. Rows whose gates together stay within 2^128 are one two-sided product, in groups as large as the data
-    allow; beyond them each doubling is one product through the row between its halves, every exponent <= 0. Operands
-    are two bf16 (16 bits of fp32's range), so dg follows from the same sums as dq and dk. Value heads that share a q/k
-    head are summed in its program.
-Why it should be faster: fla's stages move about three times the bytes, in seven launches, and take 7.5 exponentials
-    and 31 scalar pairs an element where this takes 2 to 7 exponentials and matrix products (IDEA.md).
+Delta: 005's pass also forms do v_new^T, and leaves what the states give to dq and dk in fp16 with a power of two for
+    each row (11 bits of any range in two bytes), the gradients of Mqk and Mkk as two bf16. The key side closes
+    everything from these: pairs of rows inside the chunk, suffix sums of dg, gate, norm, beta. Rows that decay by at
+    most 2^128 together are one two-sided product, in groups as large as the data allow; from there on each doubling is
+    one product through the row between its halves, every exponent <= 0. Operands are two bf16 too (16 bits of fp32's
+    range), so dg follows from the same sums as dq and dk. A q/k head's value heads are summed in its program.
+Why it should be faster: fla moves twice the bytes in seven launches, and takes 7.5 exponentials and 31 scalar pairs an
+    element where this takes 4 to 16 exponentials and matrix products; nothing is tuned at the first call (IDEA.md).
 Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16, any GPU with bf16 products. Any gate <= 0, any T, packed
     sequences, GVA.
 """
@@ -191,9 +190,9 @@ def _scaled(x, unit, n_t, STRIDE: tl.constexpr, C: tl.constexpr, STRIDE_ROWS: tl
 
 @triton.jit
 def _product(x, m, b_x, n_t, HV: tl.constexpr):
-    """D or E [64, 64], where m holds, times b_x [64, K], from the three larger products of their halves. They are summed
-    by differences: Triton would give a product that begins with another one's sum a layout in which two halves of the
-    warps do the same."""
+    """D or E [64, 64], where m holds, times b_x [64, K], from the three larger products of their halves. They are
+    summed by differences: Triton would give a product that begins with another one's sum a layout in which two halves
+    of the warps do the same."""
     hi = tl.where(m, _tile(x, n_t, HV * 128, 64), 0.0).to(tl.bfloat16)
     lo = tl.where(m, _tile(x + 64, n_t, HV * 128, 64), 0.0).to(tl.bfloat16)
     x_hi, x_lo = _split(b_x)
@@ -368,8 +367,8 @@ def key_kernel(
         b_dk += b_z + b_u + b_diag * b_q
         if GATE != "log":
             b_dg = _through_gate(
-                b_dg, g_raw, A_log, dt_bias, dA, dbias, lower_bound, head, part, i_hv, n_t, HV, K, GATE, HAS_A, HAS_BIAS,
-                FAST,
+                b_dg, g_raw, A_log, dt_bias, dA, dbias, lower_bound, head, part, i_hv, n_t,
+                HV, K, GATE, HAS_A, HAS_BIAS, FAST,
             )  # fmt: skip
         _put(dg + head * K, b_dg, n_t, HV * K, K)
     _put_normed(dq, b_dq, q, q_rstd, first, n_t, H, K, L2NORM)
@@ -444,7 +443,7 @@ def _compile(K, V, dtype, G=1, **constants):
     """Entries of COMPILE for one kind of call."""
     given = dict.fromkeys(("q", "k", "v", "Akk", "do", "v_new", "dv", "h", "dh", "dv_out", "dq", "dk"), f"*{dtype}")
     given |= dict.fromkeys(("g_raw", "dg"), f"*{dtype}") | dict.fromkeys(("xq", "xu", "xd"), "*fp16")
-    names = "gk beta rows tail A_log dt_bias q_rstd k_rstd dbeta dA dbias".split()
+    names = ("gk", "beta", "rows", "tail", "A_log", "dt_bias", "q_rstd", "k_rstd", "dbeta", "dA", "dbias")
     given |= dict.fromkeys(names, "*fp32") | dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
     given |= {"D": "*bf16", "E": "*bf16", "cu_seqlens": "*i64", "chunk_indices": "*i64", "T": "i32"}
     value = {"HV": 16 * G, "K": K, "V": V, "BV": BV, "IS_VARLEN": False, "STAGES": STAGES}
