@@ -246,10 +246,11 @@ def _pairs(b_dq, b_z, b_u, q, k, gk, beta, D, E, n_t, H: tl.constexpr, HV: tl.co
         o_half = (o_t & n) != 0
         m_later = tl.where(group, begin, o_half)[:, None]  # rows that the product's result is for
         m_other = tl.where(group, begin == 0, o_half)[:, None]  # the same of rows that it sums over
-        o_apart = o_r ^ o_s
-        m_pair = (o_apart < 2 * n) & (o_apart >= n)
-        if group:
-            m_pair = (o_apart < n) & (o_apart != 0) & ((o_r > o_s) == begin)
+        # rows of different halves; or rows of the same group, from o_from on, before o_to
+        o_first = tl.where(group, o_t & -n, (o_t & -(2 * n)) + tl.where(o_half, 0, n))
+        o_from = tl.where(group & (begin == 0), o_t + 1, o_first)[:, None]
+        o_to = tl.where(begin, o_t, o_first + n)[:, None]
+        m_pair = (o_s >= o_from) & (o_s < o_to)
         o_m = (o_t | (2 * n - 1)) - n  # the last row of the first half
         b_m = _gate_row(gk, tl.where(group, o_t & -n, o_m), n_t, HV * K, K)
         b_m += _gate_row(gk, tl.where(group, o_t | (n - 1), o_m), n_t, HV * K, K)
