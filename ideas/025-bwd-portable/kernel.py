@@ -237,7 +237,7 @@ def _pairs(b_dq, b_z, b_u, q, k, gk, beta, D, E, n_t, H: tl.constexpr, HV: tl.co
     """
     o_t = tl.arange(0, 64)
     m_t = o_t < n_t
-    o_r, o_s = o_t[:, None], o_t[None, :]
+    o_s = o_t[None, :]
     i_first = _doublings(gk, n_t, HV * K, K)
     for i in range(tl.where(i_first > 0, i_first - 2, 0), 6):
         no = ((i + 2) >> 4) * 64  # 0, but the compiler does not know, and does not keep what is read with it
