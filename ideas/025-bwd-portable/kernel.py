@@ -9,7 +9,7 @@ Delta: 005's pass also forms do v_new^T, and leaves what the states give to dq a
     range), so dg follows from the same sums as dq and dk. A q/k head's value heads are summed in its program.
 Why it should be faster: fla moves twice the bytes in seven launches, and takes 7.5 exponentials and 31 scalar pairs an
     element where this takes 4 to 16 exponentials and matrix products; nothing is tuned at the first call (IDEA.md).
-Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16, any GPU with bf16 products. Any gate <= 0, any T, packed
+Constraints: K 64 or 128, V a multiple of 64, bf16 or fp16, sm_80 to sm_90 and sm_120. Any gate <= 0, any T, packed
     sequences, GVA.
 """
 
@@ -379,6 +379,7 @@ def key_kernel(
 # ========================================================================================================== host code
 def supports(p):
     for ok, reason in (
+        (p.arch[0] not in (10, 11), f"needs another GPU: Triton does not compile it for {p.arch[0]}.{p.arch[1]}"),
         (p.K in (64, 128), f"needs K=64 or 128, got {p.K}"),
         (p.V % 64 == 0, f"needs V a multiple of 64, got {p.V}"),
         (p.dtype in (torch.bfloat16, torch.float16), f"needs bf16 or fp16 q, k, v, got {p.dtype}"),

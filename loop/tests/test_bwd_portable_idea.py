@@ -161,11 +161,12 @@ def test_fp16_takes_gradients_whose_solve_leaves_its_range():
 
 def test_says_what_it_serves():
     idea = registry.load("025")
-    for arch in ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0)):
+    for arch in ((0, 0), (8, 0), (8, 9), (9, 0), (12, 0)):
         for dtype in (torch.bfloat16, torch.float16):
             for K, V in ((64, 64), (64, 512), (128, 256)):
                 assert idea.supports(KdaProblem(1, 64, 1, 1, K, V, 1, 1, dtype=dtype, arch=arch)) == (True, "")
     p = KdaProblem(1, 64, 1, 1, 64, 64, 1, 1)
+    assert not idea.supports(replace(p, arch=(10, 0)))[0]
     assert idea.supports(replace(p, K=96)) == (False, "needs K=64 or 128, got 96")
     assert idea.supports(replace(p, V=96)) == (False, "needs V a multiple of 64, got 96")
     assert not idea.supports(replace(p, dtype=torch.float32))[0]
