@@ -29,9 +29,7 @@ def slack_of(arm) -> float:
 
 def groups_of(case: Case) -> int:
     """How many groups of heads, or blocks of channels, the oracle does of a large case."""
-    if case.family == "cconv":
-        return HEADS
-    return max(HEADS, ORACLE // (case.B * case.T * (case.HV // case.H)))
+    return HEADS if case.family == "cconv" else max(HEADS, oracle.groups_within(case, ORACLE))
 
 
 class Measured:

@@ -206,9 +206,14 @@ def take(inputs: Inputs, part: Slice) -> Inputs:
     return Inputs(case, inputs.seed, take_tensors(c, inputs, part))
 
 
+def groups_within(case: Case, token_heads: int) -> int:
+    """How many of a KDA case's groups of heads are at most `token_heads` (tokens x value heads)."""
+    return token_heads // (case.B * case.T * (case.HV // case.H))
+
+
 def head_parts(case: Case, token_heads: int) -> list[Slice]:
     """All heads of a KDA case in consecutive slices of about `token_heads` (tokens x value heads) each."""
-    groups = max(1, token_heads // (case.B * case.T * (case.HV // case.H)))
+    groups = max(1, groups_within(case, token_heads))
     return [_groups(case, range(g, min(g + groups, case.H))) for g in range(0, case.H, groups)]
 
 

@@ -28,6 +28,7 @@ from kernel_fun.cconv.stages.k001_conv_strip import (
     INTERPRETED,
     _bias,
     _channels,
+    _push,
     conv_bwd_kernel,
     conv_sum_kernel,
 )
@@ -178,15 +179,6 @@ def _load_group(p_x, p_dy, r, t, T, m_d, SX: tl.constexpr, SY: tl.constexpr, N: 
     xs = _load_rows(p_x + r * SX, t + r, T, m_d, SX, N, INSIDE)
     dys = _load_rows(p_dy + r * SY, t + r, T, m_d, SY, N, INSIDE)
     return xs, dys
-
-
-@triton.jit
-def _push(row, ring, W: tl.constexpr):
-    """The W - 1 newest rows, nearest first, after one step: `row` is now the nearest, and the oldest is gone."""
-    rows = (row,)
-    for k in tl.static_range(W - 2):
-        rows += (ring[k],)
-    return rows
 
 
 @triton.jit
