@@ -75,9 +75,10 @@ def triton_names(family):
 
 
 def jitted(module):
-    from triton.runtime.jit import JITFunction
+    """Names of the Triton kernels that a module holds, compiled ones and those of Triton's interpreter alike."""
+    from triton.runtime.jit import KernelInterface
 
-    return {f.fn.__name__ for f in vars(module).values() if isinstance(f, JITFunction)}
+    return {layers(f)[-1].__name__ for f in vars(module).values() if isinstance(f, KernelInterface)}
 
 
 def ours_among(names, family="kda"):
