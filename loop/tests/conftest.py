@@ -29,7 +29,8 @@ SPANS = {"bwd.gva": run}
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that need a GPU say so where there is none."""
+    """Long tests begin first. Tests that need a GPU say so where there is none."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_fun.kda import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_wy_idea import stage_inputs
 
@@ -164,7 +164,7 @@ def test_compiles_for_hopper(V, packed):
         signature |= dict.fromkeys(tables, "*i64")
     else:
         constants |= dict.fromkeys(tables)
-    built = interpreter.compile_sm90(registry.load("011").value_kernel, signature, constants, 8)
+    built = sm90.compile_one(registry.load("011").value_kernel, signature, constants, 8)
     assert built.regs <= 255
     assert built.spills <= 80
     assert built.smem <= 227 * 1024

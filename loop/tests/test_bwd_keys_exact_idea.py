@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loop import interpreter, registry, spans
+from loop import registry, sm90, spans
 from loop.tests import cute_cpu, gluon_as_torch
 from loop.tests.test_bwd_grads_gluon_idea import tile
 from loop.tests.test_bwd_keys_idea import SMALL as PARENTS
@@ -184,7 +184,7 @@ def test_the_value_side_compiles_for_hopper(V, packed):
         signature |= dict.fromkeys(tables, "*i64")
     else:
         constants |= dict.fromkeys(tables)
-    built = interpreter.compile_sm90(registry.load("019").value_kernel, signature, constants, 8)
+    built = sm90.compile_one(registry.load("019").value_kernel, signature, constants, 8)
     assert built.regs <= 255
     assert built.spills <= 80
     assert built.smem <= 227 * 1024

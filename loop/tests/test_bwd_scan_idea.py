@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 from loop.tests import gluon_as_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +158,7 @@ def test_compiles_for_hopper(K, V, full):
     constants |= {"IS_VARLEN": not full, "FULL": full}
     packed = dict.fromkeys(("cu_seqlens", "chunk_offsets"), "*i64")
     signature, constants = (signature, constants | dict.fromkeys(packed)) if full else (signature | packed, constants)
-    built = interpreter.compile_sm90(registry.load("008").bwd_scan_hopper_kernel, signature, constants, BV // 16)
+    built = sm90.compile_one(registry.load("008").bwd_scan_hopper_kernel, signature, constants, BV // 16)
     assert ".target sm_90" in built.ptx
     assert built.regs <= 255
     assert built.spills <= 64

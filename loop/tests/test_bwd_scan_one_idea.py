@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda.stages import k012_bwd_split  # before Gluon is replaced: what the idea takes from there
-from loop import inflight, interpreter, registry
+from loop import inflight, registry, sm90
 from loop.tests import gluon_as_torch
 from loop.tests.test_bwd_scan_idea import CASES as MANY
 from loop.tests.test_bwd_scan_idea import HOPPER_CASES, compare, definition, on_device, poisoned, stage_inputs
@@ -29,7 +29,7 @@ MORE = {
     "packed_fp16_empty_ends": SHAPE | {"V": 128, "cu": [0, 0, 129, 129], "dtype": torch.float16},
 }
 CASES = MANY | HOPPER_CASES | MORE | {f"few_{name}": case for name, case in FEW.items()}
-ALL = ("two_value_tiles", "packed", "few_two_batch_rows_two_tiles_gva")       # at every schedule
+ALL = ("two_value_tiles", "packed", "few_one_head_of_each_no_states")       # at every schedule
 
 
 class Partitions(Turns):
@@ -222,7 +222,7 @@ def test_the_emulation_notices_what_is_missing(fault, tmp_path):
 
 def test_compiles_for_hopper():
     idea = registry.load("017")
-    for job, built in zip(idea.COMPILE, interpreter.compile_many(idea.COMPILE), strict=True):
+    for job, built in zip(idea.COMPILE, sm90.compile_each(idea.COMPILE), strict=True):
         assert ".target sm_90" in built.ptx
         assert built.smem <= 227 * 1024
         if job[0] is not idea.scan_kernel:

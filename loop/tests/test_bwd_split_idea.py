@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_fun._common.problem import KdaProblem
-from loop import inflight, interpreter, registry
+from loop import inflight, registry, sm90
 from loop.tests import gluon_as_torch
 from loop.tests.test_bwd_scan_idea import compare, definition, on_device, poisoned, stage_inputs
 
@@ -95,7 +95,7 @@ def test_what_is_dropped_is_below_two_to_the_minus_48():
 
 def test_compiles_for_hopper():
     work = registry.load("012").COMPILE
-    for job, built in zip(work, interpreter.compile_many(work), strict=True):
+    for job, built in zip(work, sm90.compile_each(work), strict=True):
         assert built.smem <= 227 * 1024
         assert built.spills <= 400              # none in a loop: start states, and what finds the parts afterwards
         if "EMIT" in job[2]:                    # the products run beside the code: ptxas adds no wait

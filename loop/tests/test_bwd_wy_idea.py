@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import inflight, interpreter, registry
+from loop import inflight, registry, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCH = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
@@ -95,7 +95,7 @@ def test_no_copy_overtakes_a_product():
     """In every loop, between the last product of a step and the next copies into shared memory: a wait for the own
     warps' products, then a barrier for those of the others."""
     jobs = registry.load("005").COMPILE
-    for built in interpreter.compile_many([*jobs, *map(in_fp16, jobs)]):
+    for built in sm90.compile_each([*jobs, *map(in_fp16, jobs)]):
         assert inflight.overwritten(built.ttgir) == []
         state, copies = "barrier", 0
         for line in built.ptx.splitlines():

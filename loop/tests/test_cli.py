@@ -111,6 +111,7 @@ def test_one_seed_is_refused_before_anything_runs(ladder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_stages_on_a_cpu_say_where_they_are(tmp_path):
     """In a process of its own: the profiler writes to stderr itself."""
     command = [sys.executable, "-m", "loop", "stages", "kda", "--case", "tiny_safe", "--out", str(tmp_path)]

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from loop import inflight, interpreter, registry
+from loop import inflight, registry, sm90
 
+pytestmark = pytest.mark.slow
 IDEAS = [i for i in registry.all_ideas() if i.error is None and i.kernel.exists()]
 SOURCE = {i.id: i.kernel.read_text(encoding="utf-8") for i in IDEAS}
 TRITON = [i.id for i in IDEAS if hasattr(registry.load(i.id), "COMPILE")]
@@ -26,6 +27,7 @@ import cutlass.cute as cute
 from triton.experimental.gluon._runtime import GluonJITFunction
 from kernel_fun._common import launch
 from loop import cases, contract, registry, spans
+
 launch.launch = lambda *a, **k: None  # before the idea, or a promoted kernel that it builds on, takes it from there
 GluonJITFunction.run = lambda *a, **k: None
 compiled = []
@@ -45,14 +47,6 @@ assert compiled
 """
 
 
-@pytest.fixture(scope="module")
-def built():
-    """Idea -> what the compiler made of its COMPILE entries, all from one child process."""
-    jobs = [(i, job) for i in TRITON for job in registry.load(i).COMPILE]
-    done = interpreter.compile_many([job for _, job in jobs])
-    return {i: [b for (j, _), b in zip(jobs, done, strict=True) if i == j] for i in TRITON}
-
-
 def test_a_settled_idea_says_what_to_compile():
     settled = {i.id for i in IDEAS if registry.front_matter(i.folder).get("status") in ("promoted", "kept", "refuted")}
     elsewhere = {"008"}  # its tiles come by tensor descriptors: compiled in test_bwd_scan_idea.py
@@ -60,17 +54,14 @@ def test_a_settled_idea_says_what_to_compile():
 
 
 @pytest.mark.parametrize("idea", TRITON)
-def test_triton_kernels_compile_for_hopper(idea, built):
-    assert built[idea]
-    for b in built[idea]:
+def test_triton_kernels_compile_for_hopper(idea):
+    built = sm90.compile_each(registry.load(idea).COMPILE)
+    assert built
+    for b in built:
         assert ".target sm_90" in b.ptx
         assert b.regs <= 255
         assert b.smem <= 227 * 1024
-
-
-@pytest.mark.parametrize("idea", TRITON)
-def test_no_copy_lands_on_an_operand_in_flight(idea, built):
-    assert [found for b in built[idea] for found in inflight.overwritten(b.ttgir)] == []
+        assert inflight.overwritten(b.ttgir) == []
 
 
 @pytest.mark.parametrize("idea", CUTE)

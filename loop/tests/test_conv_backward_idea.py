@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernel_fun.cconv import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 from loop.tests.test_conv_forward_idea import never, turn
 from loop.tests.test_conv_idea import CU, assert_matches, in_fp64, make
 
@@ -173,7 +173,7 @@ def test_same_inputs_same_bits(alone):
 def test_hopper_build(idea):
     """CTAs a multiprocessor as the text counts on; rows move 8 bytes a thread, turned x, dy and dx 16; hardly anything
     spills."""
-    dense, packed, tiles, turned = interpreter.compile_many(idea.COMPILE)
+    dense, packed, tiles, turned = sm90.compile_each(idea.COMPILE)
     assert tiles.spills <= 24
     assert tiles.regs * 32 * idea.WARPS * 2 <= 65536
     assert dense.spills == turned.spills == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernel_fun.cconv import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 from loop.tests.test_conv_idea import CU, assert_matches, in_fp64, make
 
 
@@ -149,7 +149,7 @@ def test_same_inputs_same_bits(alone):
 
 def test_hopper_build(idea):
     """CTAs a multiprocessor as the text counts on; wide loads and stores; x on its way before anything is computed."""
-    plain, packed, turned = interpreter.compile_many(idea.COMPILE)
+    plain, packed, turned = sm90.compile_each(idea.COMPILE)
     for built, width in ((plain, 64), (packed, 64), (turned, 128)):
         assert built.spills == 0
         assert f"LDG.E.{width}" in built.sass

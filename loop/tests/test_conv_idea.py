@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import ConvProblem
 from kernel_fun.cconv import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCH = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
@@ -261,7 +261,7 @@ def test_a_small_input_still_fills_the_machine(idea):
 def test_hopper_build(idea):
     """The main loops keep to the registers and the shared memory that the literals count on, and store 8 bytes or more
     a thread; the backward's copies are asynchronous."""
-    forward, backward = interpreter.compile_many(idea.COMPILE)
+    forward, backward = sm90.compile_each(idea.COMPILE)
     for built, cfg in ((forward, idea.FWD), (backward, idea.BWD)):
         assert built.spills == 0
         assert built.regs * cfg["warps"] * 32 * cfg["ctas"] <= 65536

@@ -5,6 +5,8 @@ import pytest
 import loop.tests.notebook_tools  # noqa: F401
 from loop import demo, lab, notebooks, registry, rows, run, scaffold
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def idea(ladder_root, monkeypatch):

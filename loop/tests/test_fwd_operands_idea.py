@@ -13,7 +13,7 @@ import torch
 from kernel_fun._common.packed import describe
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import interpreter, registry
+from loop import registry, sm90
 from loop.tests import gluon_as_torch
 from loop.tests.test_fwd_prep_idea import inputs
 from loop.tests.test_fwd_prep_idea import reference as prepared
@@ -291,7 +291,7 @@ def test_the_emulation_notices_what_is_missing(fault, tmp_path):
 
 def test_compiles_for_hopper():
     idea = registry.load("013")
-    for job, built in zip(idea.COMPILE, interpreter.compile_many(idea.COMPILE), strict=True):
+    for job, built in zip(idea.COMPILE, sm90.compile_each(idea.COMPILE), strict=True):
         assert built.smem <= 227 * 1024
         if job[0] is idea.scan_kernel:          # the products run beside the code: ptxas adds no wait
             waits = len(re.findall(r"wgmma\.wait_group", built.ptx))

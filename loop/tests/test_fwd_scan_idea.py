@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from kernel_fun._common.problem import KdaProblem
 from kernel_fun.kda import reference
-from loop import inflight, interpreter, registry
+from loop import inflight, registry, sm90
 from loop.tests import gluon_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -150,7 +150,7 @@ def test_the_emulation_notices_what_is_missing(fault, tmp_path):
 def test_compiles_for_hopper():
     """Two K halves, one, and the narrow tile: fits an SM, and the products run beside the code (ptxas adds no wait)."""
     idea = registry.load("007")
-    for built in interpreter.compile_many(idea.COMPILE):
+    for built in sm90.compile_each(idea.COMPILE):
         assert built.smem <= 227 * 1024
         assert built.spills <= 400
         waits = len(re.findall(r"wgmma\.wait_group", built.ptx))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernel_fun._common.problem import KdaProblem
-from loop import cases, inflight, interpreter, registry, spans
+from loop import cases, inflight, registry, sm90, spans
 from loop.tests import gluon_as_torch
 from loop.tests.test_bwd_scan_one_idea import PACKED_LENGTHS, kinds_of_calls
 from loop.tests.test_fwd_operands_idea import DEVICE, Turns, _loops, compare, problem, schedules
@@ -134,7 +134,7 @@ def test_output_and_final_state_match_fp64(case):
     p, x, meta, want = made(CASES[case])
     given = prepared(p, x, want, meta)
     want = {n: want[n] for n in ("o", "ht")}
-    for schedule in schedules(few=case not in ("one_head_of_each_no_h0", "packed")):
+    for schedule in schedules(few=case != "one_head_of_each_no_h0"):
         idea = load(schedule)
         assert idea.supports(p) == (True, "")
         assert idea.segment_plan(p)[2] > p.N
@@ -348,7 +348,7 @@ def test_the_emulation_notices_what_is_missing(fault, tmp_path):
 
 def test_compiles_for_hopper():
     idea = registry.load("018")
-    for job, built in zip(idea.COMPILE, interpreter.compile_many(idea.COMPILE), strict=True):
+    for job, built in zip(idea.COMPILE, sm90.compile_each(idea.COMPILE), strict=True):
         assert built.smem <= 227 * 1024
         assert inflight.overwritten(built.ttgir) == []
         if job[0] is idea.scan_kernel:  # the products run beside the code: ptxas adds no wait

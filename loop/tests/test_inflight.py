@@ -4,7 +4,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from loop import inflight, interpreter
+from loop import inflight, sm90
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def both_uses_kernel(a, b, o, s, N: tl.constexpr, STEPS: tl.constexpr, SAFE: tl.
 def built():
     types = {"a": "*bf16", "b": "*bf16", "o": "*fp32", "s": "*fp32"}
     jobs = [(both_uses_kernel, types, {"N": 64, "STEPS": 16, "SAFE": safe}, 4, 3) for safe in (False, True)]
-    return interpreter.compile_many(jobs)
+    return sm90.compile_each(jobs)
 
 
 def test_a_load_used_in_registers_too_is_overwritten(built):

@@ -14,7 +14,10 @@ import loop.tests.notebook_tools  # noqa: F401
 from loop import execute, rows, scaffold
 from loop.tests import browser
 
-pytestmark = pytest.mark.skipif(browser.found() is None, reason=f"needs one of {', '.join(browser.NAMES)} on PATH")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser.found() is None, reason=f"needs one of {', '.join(browser.NAMES)} on PATH"),
+]
 
 CELLS = "[...document.querySelectorAll('.jp-Notebook .jp-CodeCell')]"
 TEXT = "document.querySelector('.jp-Notebook').textContent"

@@ -17,6 +17,8 @@ from loop import batch, execute, fingerprint, gpus, jobs, live, nightly, registr
 from loop.tests.conftest import GOOD_KERNEL
 from loop.tests.test_run import PARAMETERS, PASS
 
+pytestmark = pytest.mark.slow
+
 nbformat = pytest.importorskip("nbformat")
 
 GOOD = (PASS[0].replace("'000'", "'001'"), PASS[1])

@@ -11,6 +11,8 @@ import loop.tests.notebook_tools  # noqa: F401
 from loop import arms, gpus, nightly, processes, rows, workers
 from loop.tests.test_nightly import tree  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.slow
+
 
 class Recorder:
     """An executor that runs nothing and notes what ran where, and how many at once on each device."""
