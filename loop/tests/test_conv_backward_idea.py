@@ -104,7 +104,8 @@ def test_runs_join(alone, run, stages, monkeypatch):
 @pytest.mark.parametrize("tile", [(16, 16, 4), (32, 32, 4)])
 def test_turned_tiles_join(alone, tile, monkeypatch):
     monkeypatch.setattr(alone, "TURNED", tile)
-    for T, D in ((128, 64), (81, 40)):
+    rows_of, channels = tile[:2]
+    for T, D in ((4 * rows_of, 2 * channels), (2 * rows_of + 17, channels + 8)):
         check(alone, stateless(2, T, D, 4, dtype=torch.float32))
 
 
