@@ -35,7 +35,9 @@ def new(
     """Make an idea's folder: IDEA.md to fill in, kernel.py that already passes, bench.ipynb."""
     from loop import run, scaffold
 
-    print(run.shown(scaffold.new(number, slug, family=family, spans=span, parent=parent)))
+    with console.waiting("reading what there is"):
+        made = scaffold.new(number, slug, family=family, spans=span, parent=parent)
+    print(run.shown(made))
 
 
 @app.command("open")
