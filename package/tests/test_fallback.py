@@ -1,4 +1,5 @@
 """A declined call reaches fla whole and unchanged, with its reason in the log once; switches are read at every call."""
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -270,6 +271,8 @@ class Chain:
 
 class Plan:
     saved = ()
+    forward = (types.SimpleNamespace(source="k001_mine", span=("fwd.all",)),)
+    backward = tuple(types.SimpleNamespace(source=f"fla:bwd.{name}", span=(f"bwd.{name}",)) for name in "abc")
 
     def __init__(self, base):
         self.base = base
@@ -303,9 +306,9 @@ class Source:
 
 
 def test_a_problem_without_kernels_goes_to_fla_with_every_kernels_reason():
-    chain = Chain(reasons=["k002_b: needs K=128, got 96", "k001_a: needs V=128, got 80"])
+    chain = Chain(reasons=["k003_c: needs V=128, got 80", "k002_b: needs K=128, got 96", "k001_a: needs V=128, got 80"])
     found = dispatch.route("kda", chain, Problem(), Elsewhere, True)
-    assert found.reason == "k002_b: needs K=128, got 96; k001_a: needs V=128, got 80"
+    assert found.reason == "k003_c and 1 older: needs V=128, got 80; k002_b: needs K=128, got 96"
     assert chain.made == 0
     empty = dispatch.route("kda", Chain(), Problem("other"), Elsewhere, True)
     assert empty.reason == "this build ships no kernel for this operator"
@@ -314,7 +317,7 @@ def test_a_problem_without_kernels_goes_to_fla_with_every_kernels_reason():
 def test_a_problem_with_kernels_is_planned_once_and_named():
     chain = Chain(steps=[Source])
     found = dispatch.route("kda", chain, Problem(), Elsewhere, True)
-    assert (found.reason, found.what) == ("", "k001_mine")
+    assert (found.reason, found.what) == ("", "k001_mine; fla's own: bwd.a to bwd.c")
     assert dispatch.route("kda", chain, Problem(), Elsewhere, True) is found
     assert chain.made == 1
 

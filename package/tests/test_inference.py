@@ -94,7 +94,7 @@ def test_each_of_the_two_is_captured_once_it_is_warm(monkeypatch):
     monkeypatch.setattr(support, "capturing", lambda x: True)
 
     class Plan:
-        saved = ()
+        saved = forward = backward = ()
         sources = staticmethod(lambda: ("k001_mine",))
         run_forward = run_backward = staticmethod(lambda env, meta: env)
 
@@ -124,7 +124,8 @@ def test_where_only_a_backward_is_served_a_call_without_gradients_goes_to_fla(mo
     module = types.ModuleType("k002_back")
     exec(BACKWARD, module.__dict__)
     monkeypatch.setattr(promoted, "modules", lambda package: (("k002_back", module, ""), ("k001_x", None, "no DSL")))
-    assert dispatch.route("kda", kda_chain, PROBLEMS["softplus"], Elsewhere, True).what == "k002_back"
+    what = dispatch.route("kda", kda_chain, PROBLEMS["softplus"], Elsewhere, True).what
+    assert what == "k002_back; fla's own: fwd.norm to fwd.out, bwd.regate to bwd.wy, bwd.gate to bwd.beta"
     found = dispatch.route("kda", kda_chain, PROBLEMS["softplus"], Elsewhere, False)
     assert found.plan is None
     assert found.reason == "k002_back: serves the backward alone; k001_x: no DSL"

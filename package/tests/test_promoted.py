@@ -209,6 +209,7 @@ WRITES = {"bwd.intra..bwd.cumsum": ("dq", "dk", "db", "dg")}
 def supports(p):
     return (p.K == 128, "" if p.K == 128 else f"needs K=128, got {p.K}")
 """
+REST = "; fla's own: fwd.norm to fwd.out, bwd.regate to bwd.wy, bwd.gate to bwd.beta"
 
 
 def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
@@ -224,11 +225,11 @@ def test_a_kernel_takes_its_span_and_fla_the_rest(monkeypatch, lines):
     class Elsewhere:
         is_cpu, is_cuda, device = False, True, types.SimpleNamespace(index=0)
 
-    assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere, True).what == "k001_x"
+    assert dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere, True).what == f"k001_x{REST}"
     monkeypatch.setattr(promoted, "modules", lambda package: (("k002_y", None, "no CuTe DSL"), ("k001_x", module, "")))
     dispatch._routes.clear()
     found = dispatch.route("kda", chain, PROBLEMS["kda"], Elsewhere, True)
-    assert (found.what, found.missing) == ("k001_x", ("k002_y: no CuTe DSL",))
+    assert (found.what, found.missing) == (f"k001_x{REST}", ("k002_y: no CuTe DSL",))
     for _ in range(2):
         support.engaged("kda", found.what, found.missing)
     assert lines()[2:] == [("WARNING", "kernel-fun kda: runs without k002_y: no CuTe DSL")]

@@ -3,6 +3,8 @@
 A call builds its problem, asks for the route, and either applies the route's plan or goes to fla with the route's
 reason.
 """
+import itertools
+
 import torch
 
 from . import compat, promoted, support
@@ -97,14 +99,35 @@ def _kernels(family: str, chain, p, grad: bool) -> Route:
         return Route(reason=reason)
     steps, reasons = chain.shipped_for(p)
     if not steps:
-        return Route(reason="; ".join(reasons) or "this build ships no kernel for this operator")
+        return Route(reason="; ".join(_by_reason(reasons)) or "this build ships no kernel for this operator")
     plan = chain.make_plan(p, grad=grad)
     mine = {step.source for step in steps}
     running = tuple(dict.fromkeys(s for s in plan.sources() if s in mine))
     if not running:
         idle = [f"{source}: serves the backward alone" for source in sorted(mine, reverse=True)]
-        return Route(reason="; ".join([*idle, *reasons]))
-    return Route(plan, what=", ".join(running), missing=promoted.missing(f"kernel_fun.{family}"))
+        return Route(reason="; ".join([*idle, *_by_reason(reasons)]))
+    what = ", ".join(running) + _left_to_fla(plan)
+    return Route(plan, what=what, missing=promoted.missing(f"kernel_fun.{family}"))
+
+
+def _by_reason(reasons: list[str]) -> list[str]:
+    """The reasons of kernels, newest first, each reason once."""
+    names: dict[str, list[str]] = {}
+    for line in reasons:
+        name, _, why = line.partition(": ")
+        names.setdefault(why, []).append(name)
+    return [f"{of[0]}{f' and {len(of) - 1} older' if of[1:] else ''}: {why}" for why, of in names.items()]
+
+
+def _left_to_fla(plan) -> str:
+    """What of a plan fla's stages run beside kernels, to be added to the names of those."""
+    spans = []
+    for steps in (plan.forward, plan.backward):
+        for mine, run in itertools.groupby(steps, lambda step: not step.source.startswith("fla:")):
+            stages = [name for step in run for name in step.span]
+            if not mine:
+                spans.append(stages[0] if len(stages) == 1 else f"{stages[0]} to {stages[-1]}")
+    return f"; fla's own: {', '.join(spans)}" if spans else ""
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

@@ -101,9 +101,9 @@ def is_supported(
 ) -> tuple[bool, str]:
     """What `causal_conv1d` will do with these arguments, without doing it.
 
-    Returns (True, the kernels that will run) or (False, why the call goes to fla). For arguments that `causal_conv1d`
-    refuses, (False, its error). A packed call on a GPU without `cu_seqlens_cpu` waits for the GPU once per content of
-    `cu_seqlens`.
+    Returns (True, the kernels that will run, and fla's own stages between them) or (False, why the call goes to fla).
+    For arguments that `causal_conv1d` refuses, (False, its error). A packed call on a GPU without
+    `cu_seqlens_cpu` waits for the GPU once per content of `cu_seqlens`.
     """
     return explain(locals())
 
