@@ -15,7 +15,8 @@ Needs fla-core 0.6 or later. Before that, fla's dispatch never selects a backend
 import inspect
 
 from . import versions
-from ._common.support import inside_fla_only, inside_flas_backward
+from ._common import compat
+from ._common.support import fell_back, inside_fla_only, inside_flas_backward
 
 PRIORITY = 4
 BACKEND_TYPE = "kernel_fun"
@@ -35,7 +36,7 @@ def register() -> None:
         def chunk_kda_verifier(self, *args, **kwargs):
             from . import kda
 
-            return _declined() or kda.is_supported(*args, **kwargs)
+            return _declined() or _said("kda", kda.is_supported(*args, **kwargs), *args, **kwargs)
 
         def chunk_kda(self, *args, **kwargs):
             from . import kda
@@ -45,7 +46,7 @@ def register() -> None:
         def causal_conv1d_fwd_verifier(self, *args, **kwargs):
             from .cconv import stage
 
-            return _declined() or stage.forward_supported(*args, **kwargs)
+            return _declined() or _said("cconv", stage.forward_supported(*args, **kwargs), *args, **kwargs)
 
         def causal_conv1d_fwd(self, *args, **kwargs):
             from .cconv import stage
@@ -74,7 +75,11 @@ def register() -> None:
 
             return decode.causal_conv1d_update(*args, **kwargs)
 
-    for function in _functions():
+    for family in ("kda", "cconv"):
+        compat.reason(family)  # a verifier that raised it would be taken for a refusal
+    for function in (functions := _functions()):
+        registered(function)  # RuntimeError before anything has been registered
+    for function in functions:
         if not registered(function):
             backends.register(function)(KernelFun)
             if not registered(function):
@@ -98,6 +103,14 @@ def _declined():
     return (False, "called by kernel_fun itself") if inside_fla_only() else None
 
 
+def _said(family: str, answer: tuple[bool, str], *args, **kwargs) -> tuple[bool, str]:
+    """`answer`, with a refusal in our log too: fla's says the first one of an operator only."""
+    ok, reason = answer
+    if not ok:
+        fell_back(family, reason, args[0] if args else kwargs.get("q", kwargs.get("x")))
+    return answer
+
+
 def _fla_backends():
     try:
         from fla import backends
@@ -106,7 +119,12 @@ def _fla_backends():
             f"fla-core {versions()['fla-core']} has no backend dispatch for whole operators (0.6.0 or later has): "
             "import kernel_fun.kda.chunk_kda and kernel_fun.cconv.causal_conv1d instead"
         ) from None
-    if backends._DISPATCH_DISABLED:
+    if not (hasattr(backends, "BaseBackend") and hasattr(backends, "register")):
+        raise RuntimeError(
+            f"fla-core {versions()['fla-core']}: fla.backends has moved, "
+            "import kernel_fun.kda.chunk_kda and kernel_fun.cconv.causal_conv1d instead"
+        )
+    if getattr(backends, "_DISPATCH_DISABLED", False):
         raise RuntimeError("fla was imported under FLA_DISABLE_BACKEND_DISPATCH=1: it dispatches to no backend")
     return backends
 

@@ -16,6 +16,7 @@ _SCAN = (*_PACKED, "chunk_size")
 CALLS = {
     "kda": (
         ("fla.ops.kda", "chunk_kda", ("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state")),
+        ("fla.ops.utils.constant", "RCP_LN2", ()),
         ("fla.modules.l2norm", "l2norm_fwd", ("x",)),
         ("fla.modules.l2norm", "l2norm_bwd", ("y", "rstd", "dy")),
         ("fla.ops.common.gate", "fused_beta_sigmoid_fwd", ("x", "scale")),
@@ -75,8 +76,10 @@ def drift(family: str) -> list[str]:
         except (ImportError, AttributeError) as error:
             moved.append(f"{module}.{name} is gone ({error})")
             continue
+        if not keywords:
+            continue
         accepted = inspect.signature(fn).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        if all(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in accepted.values()):
             continue
         missing = [keyword for keyword in keywords if keyword not in accepted]
         if missing:

@@ -74,6 +74,10 @@ def route(family: str, chain, p, x: torch.Tensor, grad: bool) -> Route:
 
     Without `grad` it is the forward's alone, and kernels leave out what only a backward reads.
     """
+    if p.B * p.T and not x.is_cpu:
+        reason = compat.reason(family)  # asks a switch, so it is not kept
+        if reason:
+            return Route(reason=reason)
     key = (p, x.device.index, grad)
     found = _routes.get(key)
     if found is None:
@@ -94,9 +98,6 @@ def _reference(chain, p, grad: bool, what: str) -> Route:
 
 
 def _kernels(family: str, chain, p, grad: bool) -> Route:
-    reason = compat.reason(family)
-    if reason:
-        return Route(reason=reason)
     steps, reasons = chain.shipped_for(p)
     if not steps:
         return Route(reason="; ".join(_by_reason(reasons)) or "this build ships no kernel for this operator")

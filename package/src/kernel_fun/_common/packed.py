@@ -48,10 +48,10 @@ class _Kept(NamedTuple):
         if self.version != cu_seqlens._version or (self.believed and cu_seqlens_cpu is None):
             return False
         readable = (t for t in (cu_seqlens, cu_seqlens_cpu) if t is not None and t.is_cpu)
-        return all(torch.equal(t.to(self.host.dtype), self.host) for t in readable)
+        return all(not t.is_floating_point() and torch.equal(t.long(), self.host.long()) for t in readable)
 
 
-def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None) -> Packed:
+def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = None, check=None) -> Packed:
     """Read `cu_seqlens` [N+1] (or its copy on the host, without waiting for the GPU; one that is not on the host is
     ignored). ValueError says what is wrong with it, or that the two differ: in shape, and, where `cu_seqlens` is on the
     CPU too, in their values.
@@ -59,21 +59,23 @@ def describe(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None = Non
     if cu_seqlens_cpu is not None and not cu_seqlens_cpu.is_cpu:
         cu_seqlens_cpu = None
     if cu_seqlens.is_inference():  # counts no versions
-        return _read(cu_seqlens, cu_seqlens_cpu)[1]
+        return _read(cu_seqlens, cu_seqlens_cpu, check)[1]
     kept = _cache.get(cu_seqlens)
     if kept is None or not kept.holds(cu_seqlens, cu_seqlens_cpu):
         version = cu_seqlens._version  # before reading: what is written meanwhile must not pass as read
-        host, tables = _read(cu_seqlens, cu_seqlens_cpu)
+        host, tables = _read(cu_seqlens, cu_seqlens_cpu, check)
         believed = cu_seqlens_cpu is not None and not cu_seqlens.is_cpu
         _cache[cu_seqlens] = kept = _Kept(version, host, believed, tables)
     return kept.tables
 
 
-def _read(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> tuple[torch.Tensor, Packed]:
+def _read(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, check=None) -> tuple[torch.Tensor, Packed]:
     """The values on the host, a copy, and the tables made from them: ordinary tensors, also where an evaluation under
     inference_mode is the first to ask, since a training step keeps them for its backward."""
     with torch.inference_mode(False):
         host = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).detach().to("cpu", copy=True)
+        if check is not None and host.dim() == 1 and host.numel():
+            check(int(host[-1]))  # before tables of that length are made
         tables = _tables(host, cu_seqlens)
         if cu_seqlens_cpu is not None:
             _compare(cu_seqlens, host)
@@ -102,10 +104,14 @@ def of_call(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, {name} on {x.device}: they must be on one device")
     if support.capturing(x):
         return "cu_seqlens under CUDA graph capture (its chunk tables would be frozen into the graph)"
-    found = describe(cu_seqlens, cu_seqlens_cpu)
-    if found.total > T:
-        said = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu (as cu_seqlens should)"
-        raise ValueError(f"{said} ends at {found.total}, but {name} has T={T} tokens")
+
+    def check(end: int) -> None:
+        if end > T:
+            said = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu (as cu_seqlens should)"
+            raise ValueError(f"{said} ends at {end}, but {name} has T={T} tokens")
+
+    found = describe(cu_seqlens, cu_seqlens_cpu, check)
+    check(found.total)
     return found if found.starts_at_zero else "cu_seqlens does not start at 0"
 
 

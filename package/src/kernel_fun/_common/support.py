@@ -154,7 +154,8 @@ def fla_only_backward(outputs):
     leaves nothing behind."""
     for t in outputs if isinstance(outputs, tuple) else (outputs,):
         if isinstance(t, torch.Tensor) and t.grad_fn is not None:
-            _flas.add(t.grad_fn)
+            with contextlib.suppress(TypeError):  # a node of torch's own: a view of what fla's Function returned
+                _flas.add(t.grad_fn)
     return outputs
 
 

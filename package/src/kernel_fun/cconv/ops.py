@@ -112,7 +112,7 @@ def explain(arguments: dict, backward: bool = False) -> tuple[bool, str]:
     """`is_supported` on the arguments as a dict, `kwargs` included; `backward`: see `decide`."""
     try:
         call = decide(arguments, backward)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever the call would raise
         return False, f"{type(error).__name__}: {error}"
     return (False, call) if isinstance(call, str) else (True, call.route.what)
 
@@ -188,7 +188,7 @@ def _describe(a: dict, pack) -> tuple[ConvProblem, tuple]:
     B, T = x.shape[:2]
     N = B if pack is None else pack.N
     if residual is not None:
-        if residual.numel() != x.numel() or residual.shape[:2] != (B, T):
+        if residual.dim() < 3 or residual.numel() != x.numel() or residual.shape[:2] != (B, T):
             raise ValueError(f"residual must be shaped like x, {list(shape)}, got {list(residual.shape)}")
         residual = residual.flatten(2)
     for name, t, want in (("bias", bias, (D,)), ("initial_state", h0, (N, D, W))):

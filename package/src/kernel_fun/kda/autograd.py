@@ -18,6 +18,7 @@ class ChunkKDAFunction(torch.autograd.Function):
         return env["o"], env["ht"], token
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx, do, dht, _):
         p = ctx.p
         env, facts, token = passes.recall(ctx)

@@ -144,7 +144,7 @@ def explain(arguments: dict) -> tuple[bool, str]:
     """`is_supported` on the arguments as a dict, `kwargs` included."""
     try:
         call = decide(arguments)
-    except (TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # whatever the call would raise
         return False, f"{type(error).__name__}: {error}"
     return (False, call) if isinstance(call, str) else (True, call.route.what)
 

@@ -67,9 +67,9 @@ def pack(x: torch.Tensor, p: KdaProblem, cu_seqlens) -> torch.Tensor:
 def unpack(x: torch.Tensor, p: KdaProblem, cu_seqlens) -> torch.Tensor:
     """[NT, HV, 64, D] -> [B, T, HV, D]; tokens outside every sequence are 0."""
     rows = chunk_table(p, cu_seqlens)[0].to(x.device)
-    flat = x.new_zeros(p.B * p.T, x.shape[1], x.shape[-1])
-    flat[rows[rows >= 0]] = x.transpose(1, 2)[rows >= 0]
-    return flat.view(p.B, p.T, *flat.shape[1:])
+    out = x.new_zeros(p.B, p.T, x.shape[1], x.shape[-1])  # no view of anything: a caller may change o in place
+    out.view(p.B * p.T, *out.shape[2:])[rows[rows >= 0]] = x.transpose(1, 2)[rows >= 0]
+    return out
 
 
 def _scan(p, cu_seqlens, reverse):
