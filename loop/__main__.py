@@ -132,10 +132,13 @@ def board(
     from loop import registry, rows, runner
 
     families = [runner.family(f) for f in family] if family else registry.FAMILIES
+    if as_html and as_json:
+        raise ValueError("--html --json: one of the two")
     for path in logs or ():
         if not path.exists():
             raise ValueError(f"--logs {path}: there is no such file or folder")
-    found = rows.read(*(logs or ()))
+    with console.waiting("reading the rows"):
+        found = rows.read(*(logs or ()))
     if as_html:
         from loop import page, run
 
@@ -147,8 +150,9 @@ def board(
     if as_json:
         print(json.dumps(work.entries(found, families), indent=1))
         return
-    tables = work.tables(found, families, console.width())
-    console.show(*tables or ["no rows yet; run: python -m loop bench kda --impl 000"])
+    with console.waiting("comparing the rows with the sources"):
+        tables = work.tables(found, families, console.width())
+    console.show(*tables or ["no rows yet; run: ./ladder bench kda --impl 000"])
 
 
 @app.command()
@@ -176,7 +180,9 @@ def demote(idea: Idea):
     """Take an idea's kernel out of the package again, or say what still needs it."""
     from loop import demote as work
 
-    print(f"{work.demote(idea).name} is out of the package; now: ./ladder test, python -m loop.readme, a commit")
+    with console.waiting("asking every case whether it still needs it"):
+        gone = work.demote(idea)
+    print(f"{gone.name} is out of the package; now: ./ladder test, .venv/bin/python -m loop.readme, a commit")
 
 
 @app.command()

@@ -95,7 +95,7 @@ def guarded(app: Callable) -> None:
     with contextlib.suppress(ValueError):  # of a thread, which may not
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler, or of `timeout`: as Ctrl-C
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="./ladder")
     except (ValueError, OSError) as err:
         full = isinstance(err, OSError) and err.errno in (errno.ENOSPC, errno.EDQUOT)
         say(f"error: {err.strerror}; free some, or give another folder with --out" if full else f"error: {err}")

@@ -41,7 +41,7 @@ def firstcall(
     found = _in_child(family, name, case_id, timeout)
     fields = {
         "kind": "firstcall",
-        "cmd": f"python -m loop firstcall {family} --impl {name} --case {case_id}",
+        "cmd": f"./ladder firstcall {family} --impl {name} --case {case_id}",
         "run_id": writer.run_id if writer else rows.new_run_id(),
         "status": found["status"],
         "reason": found["reason"],

@@ -71,7 +71,7 @@ def problems(path: Path) -> list[str]:
     if any(_KERNEL_MARKS.search(c.source) for c in ours):
         found.append("defines a kernel; kernels live in kernel.py")
     if [_key(c) for c in ours] != [_key(c) for c in theirs]:
-        found.append("differs from notebooks/template.py; `python -m loop.notebooks` rewrites it")
+        found.append("differs from notebooks/template.py; `.venv/bin/python -m loop.notebooks` rewrites it")
     return found
 
 

@@ -87,7 +87,7 @@ def evidence(
 
 def _how(idea: registry.Idea, baseline: str) -> str:
     arms = ",".join(dict.fromkeys(("000", baseline, idea.id)))
-    return f"run: python -m loop bench {idea.family} --impl {arms} --case primary --mode fwdbwd"
+    return f"run: ./ladder bench {idea.family} --impl {arms} --case primary --mode fwdbwd"
 
 
 def _objection(row: rows.Row, idea: registry.Idea, least: float | None) -> str:
@@ -164,7 +164,7 @@ def _unwritten(idea: registry.Idea) -> list[str]:
             lacks.append(f"ideas/{idea.name}/IDEA.md has nothing under '## {heading}'")
     readings = [section(p.read_text(encoding="utf-8"), "Reading") for p in profiles(idea)]
     if not readings:
-        lacks.append(f"profiles/{idea.name}*.md is not there; run: python -m loop profile {idea.id}")
+        lacks.append(f"profiles/{idea.name}*.md is not there; run: ./ladder profile {idea.id} --case CASE")
     elif not any(readings):
         lacks.append(f"profiles/{idea.name}*.md has nothing under '## Reading': what bounds the kernel?")
     return lacks
@@ -217,9 +217,12 @@ def promote(
         "beside": tuple(map(module_name, others)) or kept,
     }  # fmt: skip
     folder = package_family(idea.family)
-    others = [s._asdict() for s in shipped(idea.family) if s.idea != idea.name]
+    listed = shipped(idea.family)
+    again = [n for n, s in enumerate(listed) if (s.module, s.sha256) == (entry["module"], entry["sha256"])]
+    entries = [s._asdict() for s in listed if s.idea != idea.name]
+    entries.insert(again[0] if again else 0, entry)  # newest first; the same kernel with newer evidence keeps its place
     replace(folder / "stages" / f"{entry['module']}.py", source)
-    replace(folder / "_provenance.py", provenance([entry, *others]).encode())
+    replace(folder / "_provenance.py", provenance(entries).encode())
     set_status(idea, "promoted")
     return entry
 

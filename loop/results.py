@@ -19,7 +19,7 @@ def command(
     family: str, impls: Sequence[str], case: str, mode: str, baselines: Sequence[str], blocks: int | None
 ) -> str:
     """The command line that repeats a bench; the switches of fla it ran under are in the row's env."""
-    line = f"python -m loop bench {family} --impl {','.join(impls)} --case {case} --mode {mode}"
+    line = f"./ladder bench {family} --impl {','.join(impls)} --case {case} --mode {mode}"
     line += "" if list(baselines) == default_baselines(impls) else f" --baseline {','.join(baselines)}"
     return line if blocks is None else f"{line} --blocks {blocks}"
 

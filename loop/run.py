@@ -88,7 +88,7 @@ def notebook_of(folder: Path) -> Path:
     """An idea's notebook. ValueError, with what to do, when there is none."""
     path = folder / "bench.ipynb"
     if not path.exists():
-        raise ValueError(f"ideas/{folder.name} has no bench.ipynb; `python -m loop.notebooks` writes it")
+        raise ValueError(f"ideas/{folder.name} has no bench.ipynb; `.venv/bin/python -m loop.notebooks` writes it")
     return path
 
 
@@ -148,6 +148,8 @@ def command(idea: str, assignments: Sequence[str] = (), out: Path | None = None,
         print("interrupted; the rows written so far are complete", file=sys.stderr, flush=True)
         raise
     print(f"{result.idea}: {result.status}  {result.verdict or result.message}  ({result.seconds:.0f} s)")
+    if any(row.perf and row.device == "cpu" for row in result.mine):
+        print("  (times of a CPU, where kernels are interpreted: they say nothing about a GPU)")
     for row in result.mine:
         if row.perf:
             said = f"{row.perf.verdict} {row.perf.ratio:.3f}, row {row.row_id}"

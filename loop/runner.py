@@ -74,7 +74,7 @@ def check(name: str, impls: list[str], listed: list, seeds: int, into: rows.Writ
     for number, case in enumerate(listed):
         for impl in impls:
             progress(f"check {impl} on {case.id}", number, len(listed))
-            arm, cmd = _make(name, impl), f"python -m loop check {name} --impl {impl} --case {case.id}"
+            arm, cmd = _make(name, impl), f"./ladder check {name} --impl {impl} --case {case.id}"
             if isinstance(arm, arms.BrokenIdea):
                 row = _broken_row(name, impl, case, arm, kind="check", cmd=cmd, run_id=into.run_id)
             else:

@@ -22,8 +22,8 @@ _markdown = mistune.create_markdown(escape=True, plugins=["table"])
 
 
 def markdown(text: str) -> Markup:
-    """Markdown as HTML; HTML inside it stays text."""
-    return Markup(_markdown(text))
+    """Markdown as HTML; HTML inside it stays text, and so do links to files, which pages do not lie beside."""
+    return Markup(_markdown(re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]*\)", r"\1", text)))
 
 
 # ---------------------------------------------------------------------------------------------------------- leaderboard

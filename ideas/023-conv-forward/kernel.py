@@ -51,7 +51,8 @@ def _wide(b):
 @triton.jit
 def _silu(u):
     """silu(z) = u / (c + c 2^-u) of u = c z, c = log2(e). Of two elements one reciprocal, that of their denominators'
-    product; where 2^-u exceeds 2^60 it stays 2^60, so that the product is finite."""
+    product; where 2^-u exceeds 2^60 it stays 2^60, so that the product is finite. Below z = -41 that is z / 2^60
+    and not 0, and |z| must stay below 2e38."""
     if EXACT:
         z = u * (1.0 / LOG2E)
         return z / (1.0 + tl.exp(-z))
@@ -99,6 +100,7 @@ def _taps(b_w, W: tl.constexpr, SILU: tl.constexpr):
 def _cuts(bos, eos, row, LENGTH: tl.constexpr):
     """[SEG] masks: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos) starts
     at row + i. An empty one starts nowhere, so that no bit is added twice."""
+    tl.static_assert(LENGTH <= 31)
     i = bos.to(tl.int32)[None, :] - row[:, None]
     hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
     return tl.sum(tl.where(hit, 1 << (i & 31), 0), 1)
@@ -321,7 +323,8 @@ def _tiles(x, weight, bias, residual, p, cu_seqlens):
     launch(
         conv_tile_kernel, (triton.cdiv(D, BD), triton.cdiv(T, BT), B), x, y, weight, bias,
         None if residual is None else residual.contiguous(), cu_seqlens, p.N, T, D, x.stride(0), x.stride(1),
-        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
+        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0,
+        FULL=T % BT == 0 and not p.varlen,  # packed totals differ call by call, and few are whole: one build serves all
         N2=_bounds(p), num_warps=WARPS,
     )
     return y

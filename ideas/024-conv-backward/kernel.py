@@ -141,6 +141,7 @@ def _load_row(p, t, T, m_d, INSIDE: tl.constexpr):
 def _cuts(bos, eos, row, LENGTH: tl.constexpr):
     """[SEG] masks int64: bit i of a segment whose first row is `row` [SEG] is 1 where one of the sequences [bos, eos)
     starts at row + i, i < LENGTH <= 63. An empty one starts nowhere, so that no bit is added twice."""
+    tl.static_assert(LENGTH <= 63)
     i = bos.to(tl.int64)[None, :] - row[:, None]
     hit = (eos > bos)[None, :] & (i >= 0) & (i < LENGTH)
     return tl.sum(tl.where(hit, (i * 0 + 1) << (i & 63), 0), 1)
@@ -423,6 +424,7 @@ def conv_tile_bwd_kernel(
     sums = ()
     for _k in tl.static_range(W + 1):
         sums += (tl.zeros([SEG, BD], tl.float32),)
+    tl.static_assert(R + 2 * W - 3 <= 31)
     cut = _cuts(bos, eos, o_t - (W - 2), R + 2 * W - 3).to(tl.int32)
     if tl.max(cut, 0) != 0:
         sums = _tile_rows(xs, dys, p_dx, D, o_t, T, m_d, ws, b_b, cut[:, None], sums, W, R, SILU, True, EVEN, FULL)
@@ -638,10 +640,16 @@ def _tiles(x, dy, dx, weight, bias, p, cu_seqlens):
     launch(
         conv_tile_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N, T, D,
         *x.stride()[:2], *dy.stride()[:2],
-        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0, FULL=T % BT == 0,
-        N2=_bounds(p), num_warps=WARPS, maxnreg=REGS,
+        W=weight.shape[1], BD=BD, R=ROWS, SEG=WARPS, SILU=p.activation == "silu", EVEN=D % BD == 0,
+        FULL=_all_rows(p, BT), N2=_bounds(p), num_warps=WARPS, maxnreg=REGS,
     )
     return partial
+
+
+def _all_rows(p, rows: int) -> bool:
+    """Do all CTAs of `rows` rows have all of them? Not asked of packed rows: their totals differ call by call, and few
+    are whole, so that one build serves all."""
+    return not p.varlen and p.T % rows == 0
 
 
 def _run_rows(packed: bool) -> int:
@@ -661,7 +669,7 @@ def _runs(x, dy, dx, weight, bias, p, cu_seqlens):
         conv_run_bwd_kernel, (triton.cdiv(D, BD), NT, B), x, dy, dx, partial, weight, bias, cu_seqlens, p.N,
         T, x.stride(0), dy.stride(0),
         D=D, SX=x.stride(1), SY=dy.stride(1), W=weight.shape[1], BD=BD, SEG=segments, G=group, PAIRS=pairs,
-        SILU=p.activation == "silu", FULL=T % BT == 0, STAGES=STAGES, N2=_bounds(p), num_warps=segments * beside,
+        SILU=p.activation == "silu", FULL=_all_rows(p, BT), STAGES=STAGES, N2=_bounds(p), num_warps=segments * beside,
         maxnreg=RUN_REGS,
     )
     return partial

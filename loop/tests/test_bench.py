@@ -67,7 +67,7 @@ def test_a_slower_arm_is_slower_and_every_number_is_there(arm_of, monkeypatch):
 
 
 def test_a_row_names_the_command_that_repeats_it():
-    start = "python -m loop bench kda --impl"
+    start = "./ladder bench kda --impl"
     for impls, baselines, blocks, wanted in (
         (["000", "005"], ["000"], None, f"{start} 000,005 --case tiny --mode fwd"),
         (["000", "ship", "005"], ["000", "ship"], 7, f"{start} 000,ship,005 --case tiny --mode fwd --blocks 7"),

@@ -124,7 +124,7 @@ def test_stages_on_a_cpu_say_where_they_are(tmp_path):
 
 def guarded(what: str) -> subprocess.CompletedProcess:
     """A command line that does `what`, in a process of its own."""
-    code = f"import os; from loop import console; console.guarded(lambda standalone_mode: {what})"
+    code = f"import os; from loop import console; console.guarded(lambda **_: {what})"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=registry.root(), capture_output=True, text=True, check=False)
 

@@ -63,7 +63,7 @@ def test_open_starts_jupyterlab_on_the_notebook(ladder_root, add_idea, monkeypat
     add_idea("005")
     called = {}
     monkeypatch.setattr(lab.subprocess, "call", lambda command, **kw: called.update(command=command, **kw) or 0)
-    with pytest.raises(ValueError, match=r"has no bench.ipynb; `python -m loop.notebooks` writes it"):
+    with pytest.raises(ValueError, match=r"has no bench.ipynb; `.venv/bin/python -m loop.notebooks` writes it"):
         lab.open_lab("005")
     (ladder_root / "ideas" / "005-sum-heads" / "bench.ipynb").write_text("{}")
     assert lab.open_lab("005") == 0

@@ -107,3 +107,19 @@ def test_refuses_what_another_serves_only_beside(ship):
         demote.demote(entries[1]["idea"].split("-")[0])
     promote.replace(path, promote.provenance(entries[:1]).encode())
     assert any("serves only beside" in line for item in drift.drift([]) for line in item["moved"])
+
+
+@pytest.mark.parametrize("number", ["018", "010"])
+def test_refuses_what_nothing_newer_serves(number):
+    """In this repository: small is 018's, K = 64 is 010's; nothing is written."""
+    before = state(registry.root() / "package")
+    with pytest.raises(promote.Refused, match=r"is not demoted: (nothing newer serves|k\d+\w+ is imported by) "):
+        demote.demote(number)
+    assert state(registry.root() / "package") == before
+
+
+def test_what_still_serves_a_case_is_named():
+    pytest.importorskip("cutlass", reason="018 needs nvidia-cutlass-dsl (the workspace's extra `cute`)")
+    assert "small" in demote._serves("kda", "k018_fwd_split_operands")
+    assert demote._serves("kda", "k013_fwd_operands") == []
+    assert demote._serves("cconv", "k001_conv_strip")

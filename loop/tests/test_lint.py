@@ -134,7 +134,7 @@ def stale_numbers(root):
     text = (root / "README.md").read_text(encoding="utf-8")
     if text == readme.rendered(text, *readme.committed()):
         return []
-    return ["README.md: numbers differ from the rows in bench_logs; `python -m loop.readme` writes them"]
+    return ["README.md: numbers differ from the rows in bench_logs; `.venv/bin/python -m loop.readme` writes them"]
 
 
 def large_files(root):

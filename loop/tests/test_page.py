@@ -252,3 +252,10 @@ def test_the_page_uses_the_boards_entries(ladder):
     (group,) = [g for g in views.leaderboard(ladder) if "fwdbwd" in g["title"]]
     assert [e["arm"] for e in group["entries"]] == ["005", "000", "004"]
     assert {e["row_id"] for e in group["entries"]} == {e["row_id"] for e in board.entries(ladder)}
+
+
+def test_markdown_links_lead_somewhere_or_are_text():
+    """A profile's link to its idea's text is relative to the folder of profiles, where no page lies."""
+    html = str(views.markdown("[IDEA.md](../ideas/001-x/IDEA.md), [there](https://x.org/a), [here](#reading), a[0](1)"))
+    assert html.count("<a ") == 2
+    assert "IDEA.md, <a" in html

@@ -115,7 +115,7 @@ def test_rows_against_a_package_that_is_no_more_promote_nothing(good, second):
     about = second()
     promote.promote("006", [good(**about), good(baseline="ship", **about)])
     message = refusal(mine)
-    assert "was measured before k006_again shipped, whose place it would take; run: python -m loop bench" in message
+    assert "was measured before k006_again shipped, whose place it would take; run: ./ladder bench" in message
     assert [s.idea for s in sources.shipped("kda")] == ["006-again", "005-sum-heads"]
 
 
@@ -170,6 +170,8 @@ def test_another_stage_need_not_beat_the_package(good, second):
     promote.promote("005", [good()])
     about = second(GOOD_KERNEL.replace("bwd.gva", "bwd.cumsum"))
     promote.promote("006", [good(**about)])
+    assert [s.spans for s in sources.shipped("kda")] == [("bwd.cumsum",), ("bwd.gva",)]
+    promote.promote("005", [good()])  # the same kernel with newer evidence keeps its place
     assert [s.spans for s in sources.shipped("kda")] == [("bwd.cumsum",), ("bwd.gva",)]
 
 
