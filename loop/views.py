@@ -18,12 +18,20 @@ from loop.promote import profiles, section
 
 RATIO_RANGE = (0.5, 8.0)  # of the plotted ratio axis, logarithmic; what lies outside is drawn at its end
 HISTORY = 24  # runs shown of one measurement
-_markdown = mistune.create_markdown(escape=True, plugins=["table"])
+
+
+class _Renderer(mistune.HTMLRenderer):
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        """A link to a file is its text: pages do not lie beside what the file's folder holds."""
+        return super().link(text, url, title) if url.startswith(("http://", "https://", "#")) else text
+
+
+_markdown = mistune.create_markdown(renderer=_Renderer(escape=True), plugins=["table"])
 
 
 def markdown(text: str) -> Markup:
-    """Markdown as HTML; HTML inside it stays text, and so do links to files, which pages do not lie beside."""
-    return Markup(_markdown(re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]*\)", r"\1", text)))
+    """Markdown as HTML; HTML inside it stays text."""
+    return Markup(_markdown(text))
 
 
 # ---------------------------------------------------------------------------------------------------------- leaderboard

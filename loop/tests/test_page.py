@@ -256,6 +256,8 @@ def test_the_page_uses_the_boards_entries(ladder):
 
 def test_markdown_links_lead_somewhere_or_are_text():
     """A profile's link to its idea's text is relative to the folder of profiles, where no page lies."""
-    html = str(views.markdown("[IDEA.md](../ideas/001-x/IDEA.md), [there](https://x.org/a), [here](#reading), a[0](1)"))
+    text = "[IDEA.md](../ideas/001-x/IDEA.md), [there](https://x.org/a), [here](#reading), `k[g](x)`"
+    html = str(views.markdown(text))
     assert html.count("<a ") == 2
     assert "IDEA.md, <a" in html
+    assert "k[g](x)" in html
