@@ -5,6 +5,8 @@ interpreter, and starting Triton takes longer than most kernels do. This file is
 """
 
 import contextlib
+import functools
+import importlib.util
 import inspect
 import os
 import pickle
@@ -12,23 +14,28 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 _REPO = Path(__file__).resolve().parent.parent
 _child = None  # (process, file that its stderr goes to), once there is one
 
 
-class Compiled(NamedTuple):
+@dataclass(frozen=True)
+class Compiled:
     """What the assembler says of a kernel: registers and spilled bytes a thread, bytes of shared memory a CTA; and the
-    kernel's forms: Triton's own, PTX, machine code."""
+    kernel's forms: Triton's own, PTX, the binary and, when asked for, its machine code as text."""
 
     regs: int
     spills: int
     smem: int
     ttgir: str
     ptx: str
-    sass: str
+    cubin: bytes
+
+    @functools.cached_property
+    def sass(self) -> str:
+        return _dump(self.cubin, "-sass")
 
 
 def compile_one(fn, signature: dict, constexprs: dict, num_warps: int = 4, num_stages: int = 1, **options) -> Compiled:
@@ -92,6 +99,15 @@ def _ask(job) -> tuple:
     return result
 
 
+def _dump(cubin: bytes, what: str) -> str:
+    """What Triton's own cuobjdump says of a binary."""
+    tool = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
+
+
 # --------------------------------------------------------------------------------------------------------- the child
 def _serve():
     """Answer each job on stdin with (error, result) on what was stdout, until there are no more."""
@@ -110,8 +126,6 @@ def _serve():
 
 
 def _load(path: str, name: str):
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("compiled_" + str(abs(hash(path))), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -134,18 +148,8 @@ def _compile(path, name, signature, constants, options) -> tuple:
             attrs[(i,)] = [["tt.divisibility", int(divisor or 16)]]
     source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, types, constexprs=constants, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(built.asm["cubin"])
-        cubin.flush()
-
-        said = subprocess.run(
-            [str(tools / "cuobjdump"), "--dump-resource-usage", "-sass", cubin.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    usage = dict(f.split(":", 1) for f in said.split() if f.startswith(("REG:", "STACK:", "LOCAL:")))
+    usage = _dump(built.asm["cubin"], "--dump-resource-usage").split()
+    usage = dict(f.split(":", 1) for f in usage if f.startswith(("REG:", "STACK:", "LOCAL:")))
     # A kernel without local arrays has a stack frame only for what the register allocator spilled.
     return (
         int(usage["REG"]),
@@ -153,7 +157,7 @@ def _compile(path, name, signature, constants, options) -> tuple:
         int(built.metadata.shared),
         built.asm["ttgir"],
         built.asm["ptx"],
-        said,
+        built.asm["cubin"],
     )
 
 

@@ -36,7 +36,7 @@ CASES = PARENTS | {
     "k128_narrow_values": SHAPE | {"T": 256, "K": 128, "dht": False},     # states are half of a gate tile
     "packed_k128": SHAPE | {"T": 520, "K": 128, "V": 128, "cu": [0, 257, 258, 440], "masked": 0.3},
 }
-EVERY = ("two_value_tiles", "packed_k128", "few_fp16")            # at every schedule
+EVERY = ("two_value_tiles", "packed_k128")            # at every schedule, which few scans share with 017
 
 
 class Handing(Partitions):
