@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from loop import sm90
+from loop.tests.test_interpreter import dot_kernel
 
 TYPES, SHAPE = {"a": "*bf16", "b": "*bf16", "o": "*fp32"}, {"M": 64, "N": 64, "K": 64}
 LOUD = '''"""A kernel module that prints, and one that ends its process."""
@@ -21,14 +22,6 @@ if END:
 def loud_kernel(o):
     tl.store(o, 1.0)
 '''
-
-
-@triton.jit
-def dot_kernel(a, b, o, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    b_a = tl.load(a + m[:, None] * K + k[None, :])
-    b_b = tl.load(b + k[:, None] * N + n[None, :])
-    tl.store(o + m[:, None] * N + n[None, :], tl.dot(b_a, b_b, input_precision="ieee"))
 
 
 @triton.jit

@@ -90,16 +90,22 @@ def test_is_supported_returns_drift(as_on_a_gpu, drifted):
     assert reason.startswith("FlaDriftError: fla-core")
 
 
-def test_drift_is_not_silent_at_the_other_door(monkeypatch, as_on_a_gpu, drifted):
-    """Either register() or the call says it by name."""
+@pytest.fixture
+def fla_kda(monkeypatch):
+    """fla's chunk_kda, which asks its backends, with a stand-in for what it runs itself."""
     pytest.importorskip("fla.backends")
-    fla_kda = importlib.import_module("fla.ops.kda").chunk_kda
+
     class Function:
         @staticmethod
         def apply(*args):
             return "fla", None
 
     monkeypatch.setattr(importlib.import_module("fla.ops.kda.chunk"), "ChunkKDAFunction", Function)
+    return importlib.import_module("fla.ops.kda").chunk_kda
+
+
+def test_drift_is_not_silent_at_the_other_door(fla_kda, as_on_a_gpu, drifted):
+    """Either register() or the call says it by name."""
     tensors, flags = as_on_a_gpu
     try:
         with pytest.raises(compat.FlaDriftError):  # noqa: PT012 (either may say it)
@@ -146,17 +152,8 @@ def test_a_dispatch_that_has_moved_is_a_clear_error(monkeypatch):
         kernel_fun.fla.register()
 
 
-def test_every_declined_call_shows_at_the_other_door(monkeypatch, lines):
+def test_every_declined_call_shows_at_the_other_door(fla_kda, lines):
     """Under KERNEL_FUN_DEBUG, and once per reason without it."""
-    pytest.importorskip("fla.backends")
-    fla_kda = importlib.import_module("fla.ops.kda").chunk_kda
-
-    class Function:
-        @staticmethod
-        def apply(*args):
-            return "fla", None
-
-    monkeypatch.setattr(importlib.import_module("fla.ops.kda.chunk"), "ChunkKDAFunction", Function)
     tensors, flags = kda(grad=False)
     kernel_fun.fla.register()
     try:

@@ -20,6 +20,7 @@ from ._common.support import fell_back, inside_fla_only, inside_flas_backward
 
 PRIORITY = 4
 BACKEND_TYPE = "kernel_fun"
+INSTEAD = "import kernel_fun.kda.chunk_kda and kernel_fun.cconv.causal_conv1d instead"
 
 
 def register() -> None:
@@ -117,13 +118,10 @@ def _fla_backends():
     except ImportError:
         raise RuntimeError(
             f"fla-core {versions()['fla-core']} has no backend dispatch for whole operators (0.6.0 or later has): "
-            "import kernel_fun.kda.chunk_kda and kernel_fun.cconv.causal_conv1d instead"
+            f"{INSTEAD}"
         ) from None
     if not (hasattr(backends, "BaseBackend") and hasattr(backends, "register")):
-        raise RuntimeError(
-            f"fla-core {versions()['fla-core']}: fla.backends has moved, "
-            "import kernel_fun.kda.chunk_kda and kernel_fun.cconv.causal_conv1d instead"
-        )
+        raise RuntimeError(f"fla-core {versions()['fla-core']}: fla.backends has moved, {INSTEAD}")
     if getattr(backends, "_DISPATCH_DISABLED", False):
         raise RuntimeError("fla was imported under FLA_DISABLE_BACKEND_DISPATCH=1: it dispatches to no backend")
     return backends
